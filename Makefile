@@ -1,0 +1,53 @@
+# Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+export PATH := $(PATH):$(CURDIR)/$(BIN)
+JOBS := $(shell nproc)
+CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
+
+.PHONY: help install native test test-slow check lint asan tsan bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+install: .venv/installed ## create .venv and install the package, its dependencies and the tools
+
+.venv/installed: pyproject.toml constraints.txt hatch_build.py
+	$(PYTHON) -m venv .venv
+	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+native: ## build the native library into the source tree (cmake and a C++17 compiler, no pip)
+	@cmake -S . -B build/native >/dev/null
+	@cmake --build build/native --parallel $(JOBS) --target nestpipe
+
+test: install native ## the tests, except those marked slow
+	$(BIN)/python -m pytest
+
+test-slow: install native ## all tests, the slow ones included
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+check: install lint asan tsan ## formatting, types, and the native tests under the sanitizers
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+asan: ## native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@cmake -S . -B build/asan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=address,undefined >/dev/null
+	@cmake --build build/asan --parallel $(JOBS)
+	ctest --test-dir build/asan --output-on-failure
+
+tsan: ## native tests under ThreadSanitizer
+	@cmake -S . -B build/tsan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=thread >/dev/null
+	@cmake --build build/tsan --parallel $(JOBS)
+	ctest --test-dir build/tsan --output-on-failure
+
+bench: install native ## every benchmark against its targets; wants an idle machine
+	$(BIN)/nestpipe bench store --json benchmarks/results/store.json --check
+
+clean: ## remove what was built, the environment included
+	rm -rf .venv build nestpipe/store/*.so

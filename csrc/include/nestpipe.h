@@ -1,0 +1,184 @@
+/* The host store and its key operations: one C interface, no Python, no torch.
+ *
+ * A store holds tables. A table maps a 64-bit key to a record (the row, followed by its row state, both of the
+ * table's dtype) and to one step number (the step that last wrote the record).
+ *
+ * Conventions
+ *   - Every function returns a nestpipe_status. On anything but NESTPIPE_OK nothing has changed, no output is
+ *     meaningful, and nestpipe_last_error() of the calling thread says what was wrong and what to do.
+ *   - The caller owns all memory. Arrays are dense and row-major, in native byte order. A pointer may be null only
+ *     where this header says so, or where its array has no elements.
+ *   - Sizes of record arrays are also passed in bytes, and refused when they are not exactly what the call needs.
+ *   - `num_threads` is the number of threads the call may use, the calling thread included (>= 1). Results never
+ *     depend on it.
+ *
+ * Threads
+ *   Any function may be called from any thread at any time, except nestpipe_store_destroy, which must be the last
+ *   call on its store. Per table, calls that read (gather, find, size, export, count, digest, memory) run side by side;
+ * calls that write (scatter, import, erase, reserve) run alone, after the readers before them.
+ */
+#ifndef NESTPIPE_H
+#define NESTPIPE_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define NESTPIPE_API __attribute__((visibility("default")))
+#else
+#define NESTPIPE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
+#define NESTPIPE_ABI_VERSION 1
+
+/* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
+#define NESTPIPE_NUM_BUCKETS 65536
+
+/* Upper limit of every num_threads. */
+#define NESTPIPE_MAX_THREADS 1024
+
+typedef enum nestpipe_status {
+    NESTPIPE_OK = 0,
+    NESTPIPE_INVALID_ARGUMENT = 1, /* null pointer, wrong size, unknown table, bucket out of range, ... */
+    NESTPIPE_OUT_OF_MEMORY = 2,
+    NESTPIPE_TABLE_FULL = 3,   /* max_rows would be exceeded */
+    NESTPIPE_TABLE_EXISTS = 4, /* a table of that name is already in the store */
+    NESTPIPE_INTERNAL = 5      /* a bug in this library */
+} nestpipe_status;
+
+typedef enum nestpipe_dtype { NESTPIPE_FLOAT32 = 0, NESTPIPE_FLOAT64 = 1 } nestpipe_dtype;
+
+/* Initial rows. Column j of a key's initial row is a function of (seed, table name, key, j) and of nothing else. */
+typedef enum nestpipe_initial {
+    NESTPIPE_CONSTANT = 0,        /* a */
+    NESTPIPE_UNIFORM = 1,         /* in (a, b) */
+    NESTPIPE_NORMAL = 2,          /* mean a, standard deviation b */
+    NESTPIPE_TRUNCATED_NORMAL = 3 /* mean a, standard deviation b, nothing beyond a +- 2 b */
+} nestpipe_initial;
+
+typedef struct nestpipe_table_spec {
+    const char* name;            /* UTF-8, not empty */
+    int64_t dim;                 /* columns of a row, >= 1 */
+    int64_t state_width;         /* columns of its row state, >= 0 */
+    const double* initial_state; /* state_width values, the same for every key */
+    int64_t max_rows;            /* 0: no limit of the caller's (the store's own is 2^32 - 2) */
+    uint64_t seed;
+    double initial_a;
+    double initial_b;
+    int32_t initial; /* nestpipe_initial */
+    int32_t dtype;   /* nestpipe_dtype */
+} nestpipe_table_spec;
+
+/* Bytes a table uses. Memory is mapped ahead in large blocks; what was never written costs no physical memory. */
+typedef struct nestpipe_memory_report {
+    int64_t num_rows;
+    int64_t record_bytes;   /* of one record */
+    int64_t payload_bytes;  /* num_rows * record_bytes */
+    int64_t metadata_bytes; /* step numbers */
+    int64_t index_bytes;    /* key -> record, the keys themselves included */
+    int64_t erased_bytes;   /* records that were erased and wait to be used again */
+    int64_t mapped_bytes;   /* address space, an upper bound of the physical memory */
+} nestpipe_memory_report;
+
+typedef struct nestpipe_store nestpipe_store;
+
+NESTPIPE_API int32_t nestpipe_abi_version(void);
+
+/* Text of the last error in the calling thread; valid until this thread's next call. Never null. */
+NESTPIPE_API const char* nestpipe_last_error(void);
+
+/* ---- store and tables -------------------------------------------------------------------------------------- */
+
+NESTPIPE_API nestpipe_status nestpipe_store_create(nestpipe_store** store);
+NESTPIPE_API nestpipe_status nestpipe_store_destroy(nestpipe_store* store); /* null is allowed */
+
+/* `table` receives the number by which all other calls name the table. */
+NESTPIPE_API nestpipe_status nestpipe_table_create(nestpipe_store* store, const nestpipe_table_spec* spec,
+                                                   int32_t* table);
+
+NESTPIPE_API nestpipe_status nestpipe_table_size(nestpipe_store* store, int32_t table, int64_t* num_rows);
+
+/* Makes room for num_rows rows in all, so that later inserts do not stop to grow. Never shrinks. */
+NESTPIPE_API nestpipe_status nestpipe_table_reserve(nestpipe_store* store, int32_t table, int64_t num_rows);
+
+NESTPIPE_API nestpipe_status nestpipe_table_memory(nestpipe_store* store, int32_t table,
+                                                   nestpipe_memory_report* report);
+
+/* ---- records ----------------------------------------------------------------------------------------------- */
+
+/* Copies the records of `keys` (any order, repeats allowed) to `out`, and never inserts: a missing key gets its
+ * initial row and state.
+ *   num_columns  dim (rows only) or dim + state_width (whole records)
+ *   out          [num_keys, num_columns], out_bytes bytes
+ *   found        [num_keys] 1 where the key was there, 0 where it was missing; may be null
+ *   steps        [num_keys] step that last wrote the record, -1 where missing; may be null */
+NESTPIPE_API nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int64_t* keys,
+                                             int64_t num_keys, int64_t num_columns, void* out, int64_t out_bytes,
+                                             uint8_t* found, int64_t* steps, int32_t num_threads);
+
+/* Writes whole records, inserting keys that are missing and overwriting the others; of a repeated key the last
+ * occurrence stays.
+ *   records  [num_keys, dim + state_width], records_bytes bytes
+ *   step     stored with every one of them, >= 0 */
+NESTPIPE_API nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int64_t* keys,
+                                              int64_t num_keys, const void* records, int64_t records_bytes,
+                                              int64_t step, int32_t num_threads);
+
+/* found: [num_keys], as in nestpipe_gather. */
+NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
+                                           uint8_t* found, int32_t num_threads);
+
+/* Removes keys; missing and repeated ones are no error. num_erased: how many were there; may be null. */
+NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
+                                            int64_t* num_erased);
+
+/* ---- pieces: the rows of buckets [first_bucket, end_bucket), in ascending order of the keys' hashes ---------- */
+
+NESTPIPE_API nestpipe_status nestpipe_count(nestpipe_store* store, int32_t table, int64_t first_bucket,
+                                            int64_t end_bucket, int64_t* num_rows);
+
+/* num_rows must be what nestpipe_count gave.
+ *   keys [num_rows], records [num_rows, dim + state_width] in records_bytes bytes, steps [num_rows] */
+NESTPIPE_API nestpipe_status nestpipe_export(nestpipe_store* store, int32_t table, int64_t first_bucket,
+                                             int64_t end_bucket, int64_t num_rows, int64_t* keys, void* records,
+                                             int64_t records_bytes, int64_t* steps);
+
+/* Inserts or overwrites the rows of an exported piece; refused when a key is of another bucket or a step is
+ * negative. */
+NESTPIPE_API nestpipe_status nestpipe_import(nestpipe_store* store, int32_t table, int64_t first_bucket,
+                                             int64_t end_bucket, int64_t num_rows, const int64_t* keys,
+                                             const void* records, int64_t records_bytes, const int64_t* steps,
+                                             int32_t num_threads);
+
+/* Sum modulo 2^256 of SHA-256(key, row, row state) over all records, each hash read as a little-endian number;
+ * key as 8 bytes, everything little-endian. Parts of several ranks add up. digest: 32 bytes, little-endian. */
+NESTPIPE_API nestpipe_status nestpipe_digest(nestpipe_store* store, int32_t table, uint8_t digest[32],
+                                             int32_t num_threads);
+
+/* ---- key operations that need no store ----------------------------------------------------------------------- */
+
+/* Distinct keys in order of first occurrence.
+ *   unique   [num_keys] room; the first *num_unique are written
+ *   inverse  [num_keys] keys[i] == unique[inverse[i]] */
+NESTPIPE_API nestpipe_status nestpipe_unique(const int64_t* keys, int64_t num_keys, int64_t* unique, int64_t* inverse,
+                                             int64_t* num_unique, int32_t num_threads);
+
+/* Stable grouping by owner rank: owner = bucket * world_size / 65536.
+ *   order   [num_keys] positions of `keys`, those of owner 0 first, in their given order within an owner
+ *   counts  [world_size] keys of each owner */
+NESTPIPE_API nestpipe_status nestpipe_group_by_owner(const char* table_name, const int64_t* keys, int64_t num_keys,
+                                                     int32_t world_size, int64_t* order, int64_t* counts);
+
+/* hashes: [num_keys] mix64(key, table name); the bucket is its top 16 bits. */
+NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64_t num_keys,
+                                           uint64_t* hashes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

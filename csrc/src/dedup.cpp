@@ -1,0 +1,254 @@
+// Each thread numbers the distinct keys of its own stretch of the array with a hash table of its own. Then the distinct
+// keys of every later stretch are looked up in the tables of the earlier ones, and what is left is numbered on from
+// there. The result is the same, whatever the number of threads.
+#include "dedup.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "error.hpp"
+#include "lookahead.hpp"
+#include "parallel.hpp"
+#include "prefetch.hpp"
+#include "region.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace nestpipe {
+
+namespace {
+
+constexpr int64_t kGrain = 8192;  // keys a thread takes at a time
+constexpr uint32_t kNoNumber = UINT32_MAX;
+
+// Both halves of one 128-bit product: cheaper than mix64, and good enough for a table that compares whole keys.
+uint64_t fold_hash(int64_t key) {
+    const auto product =
+        static_cast<unsigned __int128>(static_cast<uint64_t>(key) ^ 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
+    return static_cast<uint64_t>(product >> 64) ^ static_cast<uint64_t>(product);
+}
+
+// A cache line of a hash table from keys to their numbers. A slot has 32 bits of the hash; the key itself, in the list
+// of distinct keys, settles the matter.
+struct alignas(64) Line {
+    uint32_t tag[8];
+    uint32_t number_plus_one[8];  // 0: empty; a line is filled from its front
+
+    // Bit s is set where slot s is empty or has this tag.
+    unsigned candidates(uint32_t wanted) const {
+#if defined(__SSE2__)
+        const auto* word = reinterpret_cast<const __m128i*>(this);
+        const __m128i tags = _mm_set1_epi32(static_cast<int>(wanted)), zero = _mm_setzero_si128();
+        const __m128i front = _mm_or_si128(_mm_cmpeq_epi32(word[0], tags), _mm_cmpeq_epi32(word[2], zero));
+        const __m128i back = _mm_or_si128(_mm_cmpeq_epi32(word[1], tags), _mm_cmpeq_epi32(word[3], zero));
+        return static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(_mm_packs_epi32(front, back), zero)));
+#else
+        unsigned mask = 0;
+        for (unsigned s = 0; s < 8; ++s) mask |= unsigned{tag[s] == wanted || number_plus_one[s] == 0} << s;
+        return mask;
+#endif
+    }
+};
+static_assert(sizeof(Line) == 64);
+
+// Numbers distinct keys in the order in which it meets them.
+class Numbering {
+ public:
+    Numbering(Line* lines, int64_t num_lines, int64_t* unique)
+        : lines_(lines), num_lines_(static_cast<uint64_t>(num_lines)), unique_(unique) {}
+
+    void clear() { std::memset(static_cast<void*>(lines_), 0, num_lines_ * sizeof(Line)); }  // before all else
+
+    int64_t num_unique() const { return num_unique_; }
+    void prefetch(uint64_t hash) const { nestpipe::prefetch(home(hash)); }
+
+    // The number of the key, known or new. The table must have room.
+    uint32_t number(int64_t key, uint64_t hash) {
+        const auto tag = static_cast<uint32_t>(hash);
+        unique_[num_unique_] = key;  // so that a new key, too, is found there
+        Line* line = home(hash);
+        for (;; line = next(line))
+            for (unsigned mask = line->candidates(tag); mask != 0; mask &= mask - 1) {
+                const int slot = __builtin_ctz(mask);
+                const uint32_t there = line->number_plus_one[slot];
+                // On skewed keys no processor can predict whether a key is new, so new and known ones run the same
+                // instructions; a known key is written to nowhere (to write it again would stall the next reader).
+                const uint32_t is_new = there == 0;
+                const uint32_t plus_one = there | (static_cast<uint32_t>(num_unique_ + 1) & (0u - is_new));
+                if (unique_[plus_one - 1] != key) continue;  // another key with this tag
+                Line* target = choose(is_new, line, &nowhere_);
+                target->tag[slot] = tag;
+                target->number_plus_one[slot] = plus_one;
+                num_unique_ += is_new;
+                return plus_one - 1;
+            }
+    }
+
+    // The number of a known key, or kNoNumber.
+    uint32_t find(int64_t key, uint64_t hash) const {
+        for (const Line* line = home(hash);; line = next(line))
+            for (unsigned mask = line->candidates(static_cast<uint32_t>(hash)); mask != 0; mask &= mask - 1) {
+                const uint32_t there = line->number_plus_one[__builtin_ctz(mask)];
+                if (there == 0) return kNoNumber;
+                if (unique_[there - 1] == key) return there - 1;
+            }
+    }
+
+ private:
+    Line* home(uint64_t hash) const { return lines_ + ((hash >> 32) * num_lines_ >> 32); }
+    template <typename SomeLine>
+    SomeLine* next(SomeLine* line) const {
+        return line + 1 == lines_ + num_lines_ ? lines_ : line + 1;
+    }
+
+    // condition ? yes : no, in arithmetic: compilers make a branch of the other form.
+    static Line* choose(uint32_t condition, Line* yes, Line* no) {
+        const auto a = reinterpret_cast<uintptr_t>(yes), b = reinterpret_cast<uintptr_t>(no);
+        return reinterpret_cast<Line*>(b ^ ((a ^ b) & (uintptr_t{0} - condition)));
+    }
+
+    Line* lines_;
+    uint64_t num_lines_;
+    int64_t* unique_;
+    int64_t num_unique_ = 0;
+    Line nowhere_;
+};
+
+// Address space for `count` elements; only what is written costs memory. Each thread keeps its own for its next call: a
+// fresh page costs more than all the work done on it.
+template <typename Element>
+Element* scratch(Region& region, int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(Element);
+    if (region.bytes() < bytes) {
+        region = Region(bytes);
+        region.advise_huge(0, region.bytes());
+    }
+    return static_cast<Element*>(region.data());
+}
+
+thread_local Region table_memory, unique_memory, place_memory;
+
+int64_t num_lines_for(int64_t num_keys) { return num_keys / 4 + 2; }  // eight slots each: half full at most
+
+// A stretch [begin, end) of the keys and the numbering of its distinct ones. Its i-th distinct key has the place
+// begin + i, a number below that of every place of later stretches.
+class Stretch {
+ public:
+    Stretch(int64_t begin, int64_t end, Line* lines, int64_t* unique)
+        : begin_(begin), end_(end), unique_(unique), numbering_(lines, num_lines_for(end - begin), unique) {}
+
+    int64_t begin() const { return begin_; }
+    int64_t end() const { return end_; }
+    int64_t num_unique() const { return numbering_.num_unique(); }
+    const int64_t* uniques() const { return unique_; }
+
+    // inverse[i] = number of keys[i] within the stretch.
+    void number(const int64_t* keys, int64_t* inverse) {
+        Numbering numbering = numbering_;  // a copy of its own: counting in shared memory is slow
+        numbering.clear();
+        with_hashes(keys, begin_, end_, numbering,
+                    [&](int64_t i, uint64_t hash) { inverse[i] = numbering.number(keys[i], hash); });
+        numbering_ = numbering;
+    }
+
+    // places[i] = place of keys[i] in this stretch, where it was not found in an earlier one and is in this one.
+    void find_places(const int64_t* keys, int64_t num_keys, uint32_t* places) const {
+        with_hashes(keys, 0, num_keys, numbering_, [&](int64_t i, uint64_t hash) {
+            if (places[i] != kNoNumber) return;
+            const uint32_t number = numbering_.find(keys[i], hash);
+            if (number != kNoNumber) places[i] = static_cast<uint32_t>(begin_) + number;
+        });
+    }
+
+ private:
+    template <typename Use>
+    static void with_hashes(const int64_t* keys, int64_t begin, int64_t end, const Numbering& numbering, Use&& use) {
+        uint64_t hashes[kRing];
+        in_two_steps(
+            begin, end,
+            [&](int64_t i) {
+                hashes[ring(i)] = fold_hash(keys[i]);
+                numbering.prefetch(hashes[ring(i)]);
+            },
+            [&](int64_t i) { use(i, hashes[ring(i)]); });
+    }
+
+    int64_t begin_, end_;
+    int64_t* unique_;
+    Numbering numbering_;
+};
+
+std::vector<Stretch> cut_into_stretches(int64_t num_keys, int64_t num_stretches, int64_t* unique) {
+    const int64_t length = (num_keys + num_stretches - 1) / num_stretches;
+    Line* lines = scratch<Line>(table_memory, num_lines_for(length) * num_stretches);
+    int64_t* uniques = num_stretches > 1 ? scratch<int64_t>(unique_memory, num_keys) : nullptr;
+    std::vector<Stretch> stretches;
+    for (int64_t begin = 0; begin < num_keys || begin == 0; begin += std::max<int64_t>(length, 1))
+        stretches.emplace_back(begin, std::min(begin + length, num_keys),
+                               lines + static_cast<int64_t>(stretches.size()) * num_lines_for(length),
+                               begin == 0 ? unique : uniques + begin);  // the first one's numbers are final
+    return stretches;
+}
+
+// places[stretch.begin() + i] = the place where the stretch's i-th distinct key occurs first.
+void find_first_places(const std::vector<Stretch>& stretches, const Stretch& stretch, uint32_t* places,
+                       int32_t num_threads) {
+    parallel_for(stretch.num_unique(), kGrain, num_threads, [&](int64_t begin, int64_t end) {
+        uint32_t* found = places + stretch.begin() + begin;
+        std::fill(found, found + (end - begin), kNoNumber);
+        for (const Stretch& earlier : stretches) {
+            if (earlier.begin() == stretch.begin()) break;
+            earlier.find_places(stretch.uniques() + begin, end - begin, found);
+        }
+        for (int64_t i = begin; i < end; ++i)
+            if (*found++ == kNoNumber) found[-1] = static_cast<uint32_t>(stretch.begin() + i);
+    });
+}
+
+// Turns the places of a stretch into final numbers, in order; those of earlier stretches are final already.
+int64_t number_places(const Stretch& stretch, uint32_t* places, int64_t* unique, int64_t num_unique) {
+    for (int64_t i = 0; i < stretch.num_unique(); ++i) {
+        const int64_t place = stretch.begin() + i;
+        const bool is_new = places[place] == place;
+        const uint32_t known = places[places[place]];  // of no meaning for a new one
+        unique[num_unique] = stretch.uniques()[i];
+        places[place] = is_new ? static_cast<uint32_t>(num_unique) : known;
+        num_unique += is_new;
+    }
+    return num_unique;
+}
+
+}  // namespace
+
+int64_t unique(const int64_t* keys, int64_t num_keys, int64_t* unique, int64_t* inverse, int32_t num_threads) {
+    if (num_keys > kMostUniqueKeys)
+        refuse("unique of " + std::to_string(num_keys) + " keys: at most 2^31 at a time; cut the batch");
+    const int64_t num_stretches = std::clamp<int64_t>(num_keys / kGrain, 1, num_threads);
+    std::vector<Stretch> stretches = cut_into_stretches(num_keys, num_stretches, unique);
+    const auto count = static_cast<int64_t>(stretches.size());
+    parallel_for(count, 1, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) stretches[static_cast<size_t>(s)].number(keys, inverse);
+    });
+    int64_t num_unique = stretches[0].num_unique();
+    if (count == 1) return num_unique;
+
+    uint32_t* places = scratch<uint32_t>(place_memory, num_keys);
+    std::iota(places, places + num_unique, 0u);
+    for (size_t s = 1; s < stretches.size(); ++s) {
+        const Stretch& stretch = stretches[s];
+        find_first_places(stretches, stretch, places, num_threads);
+        num_unique = number_places(stretch, places, unique, num_unique);
+        parallel_for(stretch.end() - stretch.begin(), kGrain, num_threads, [&](int64_t begin, int64_t end) {
+            int64_t* number = inverse + stretch.begin();
+            for (int64_t i = begin; i < end; ++i) number[i] = places[stretch.begin() + number[i]];
+        });
+    }
+    return num_unique;
+}
+
+}  // namespace nestpipe

@@ -1,0 +1,99 @@
+#include "parallel.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+namespace nestpipe {
+
+namespace {
+
+struct Loop {
+    const std::function<void(int64_t, int64_t)>& body;
+    int64_t count;
+    int64_t grain;
+    std::atomic<int64_t> next{0};
+    int32_t num_helping = 0;  // guarded by the pool's mutex
+
+    void work() {
+        for (int64_t begin; (begin = next.fetch_add(grain)) < count;) body(begin, std::min(begin + grain, count));
+    }
+};
+
+class Pool {
+ public:
+    void run(Loop& loop, int32_t num_helpers) {
+        try {
+            std::lock_guard lock(mutex_);
+            start_threads(num_helpers);
+            for (int32_t i = 0; i < num_helpers; ++i) waiting_.push_back(&loop);
+        } catch (const std::exception&) {  // no thread or no memory to be had: fewer helpers do the same work
+        }
+        wake_.notify_all();
+        loop.work();
+        std::unique_lock lock(mutex_);
+        waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &loop), waiting_.end());
+        helped_.wait(lock, [&] { return loop.num_helping == 0; });
+    }
+
+ private:
+    void start_threads(int32_t num_threads) {
+        while (num_started_ < num_threads) {
+            std::thread([this] { help_forever(); }).detach();  // lives as long as the process
+            ++num_started_;
+        }
+    }
+
+    void help_forever() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return !waiting_.empty(); });
+            Loop* loop = waiting_.front();
+            waiting_.pop_front();
+            ++loop->num_helping;
+            lock.unlock();
+            loop->work();
+            lock.lock();
+            if (--loop->num_helping == 0) helped_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_, helped_;
+    std::deque<Loop*> waiting_;
+    int32_t num_started_ = 0;
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+// Never destroyed: helpers may outlive static destructors. A forked child has no helpers, so it starts its own pool.
+Pool& the_pool() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        pool = new Pool;
+        pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    });
+    return *pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, int64_t grain, int32_t num_threads,
+                  const std::function<void(int64_t, int64_t)>& body) {
+    const int64_t num_pieces = (count + grain - 1) / grain;
+    const auto num_helpers = static_cast<int32_t>(std::min<int64_t>(num_threads, num_pieces)) - 1;
+    if (num_helpers <= 0) {
+        if (count > 0) body(0, count);
+        return;
+    }
+    Loop loop{body, count, grain};
+    the_pool().run(loop, num_helpers);
+}
+
+}  // namespace nestpipe

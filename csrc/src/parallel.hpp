@@ -1,0 +1,15 @@
+// parallel_for: one loop cut into pieces, shared between the calling thread and the helpers of a process-wide pool.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace nestpipe {
+
+// Calls body(begin, end) for pieces of [0, count) of at most `grain`, on up to num_threads threads, the caller's
+// included, and returns when all are done. The caller works too, so a busy pool delays but never blocks. The body must
+// not throw: allocate before the loop.
+void parallel_for(int64_t count, int64_t grain, int32_t num_threads,
+                  const std::function<void(int64_t begin, int64_t end)>& body);
+
+}  // namespace nestpipe

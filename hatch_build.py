@@ -1,0 +1,27 @@
+"""Builds the native library into the package, for wheels and editable installs alike."""
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIBRARY = "nestpipe/store/libnestpipe.so"
+
+
+class NativeBuildHook(BuildHookInterface):
+    def dependencies(self) -> list[str]:
+        return [] if shutil.which("cmake") else ["cmake"]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        build = root / "build" / "wheel"
+        subprocess.run(["cmake", "-S", str(root), "-B", str(build)], check=True)
+        subprocess.run(["cmake", "--build", str(build), "--parallel"], check=True)
+        build_data["artifacts"].append(LIBRARY)
+        # The library links neither Python nor torch: one wheel serves every Python 3 of the platform.
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["pure_python"] = False

@@ -1,0 +1,21 @@
+"""Host memory: tables of rows by key, and operations on arrays of keys."""
+
+from nestpipe.store.dict_store import DictStore
+from nestpipe.store.host_store import HostStore
+from nestpipe.store.interface import NUM_BUCKETS, Gathered, MemoryReport, Piece, Store, TableFullError, TableSpec
+from nestpipe.store.key_ops import group_by_owner, hash_keys, unique
+
+__all__ = [
+    "NUM_BUCKETS",
+    "DictStore",
+    "Gathered",
+    "HostStore",
+    "MemoryReport",
+    "Piece",
+    "Store",
+    "TableFullError",
+    "TableSpec",
+    "group_by_owner",
+    "hash_keys",
+    "unique",
+]

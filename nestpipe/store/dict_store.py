@@ -1,0 +1,138 @@
+"""The oracle of the host store: the same interface in plain Python, as simple as it can be, and slow."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nestpipe.store import interface as check
+from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableFullError, TableSpec
+from nestpipe.store.oracle_values import bucket_of, hash_key, initial_record, owner_of
+
+
+@dataclass
+class _Table:
+    spec: TableSpec
+    rows: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """key -> (record, step)"""
+
+
+class DictStore:
+    """Tables as dictionaries."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _Table] = {}
+
+    def create_table(self, spec: TableSpec) -> None:
+        if spec.name in self._tables:
+            raise ValueError(f"the store already has a table {spec.name!r}; give the new one another name")
+        self._tables[spec.name] = _Table(spec)
+
+    def spec(self, table: str) -> TableSpec:
+        return self._table(table).spec
+
+    def size(self, table: str) -> int:
+        return len(self._table(table).rows)
+
+    def reserve(self, table: str, num_rows: int) -> None:
+        max_rows = self.spec(table).max_rows or 2**32 - 2
+        if not 0 <= num_rows <= max_rows:
+            raise ValueError(f"reserve of {num_rows} rows in table {table!r}: must be 0 .. max_rows = {max_rows}")
+
+    def gather(
+        self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
+    ) -> Gathered:
+        spec, rows = self.spec(table), self._table(table).rows
+        num_keys = check.check_keys(keys)
+        out = check.check_out(spec, out, num_keys, rows_only)
+        for i, key in enumerate(keys.tolist()):
+            record = rows[key][0] if key in rows else torch.tensor(initial_record(spec, key), dtype=torch.float64)
+            out[i] = record[: out.shape[1]].to(spec.dtype)
+        steps = torch.tensor([rows[key][1] if key in rows else -1 for key in keys.tolist()], dtype=torch.int64)
+        return Gathered(out, self.find(table, keys), steps if with_steps else None)
+
+    def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        spec = self.spec(table)
+        num_keys = check.check_keys(keys)
+        check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
+        check.check_step(step)
+        self._write(table, keys, records, torch.full((num_keys,), step))
+
+    def find(self, table: str, keys: Tensor) -> Tensor:
+        check.check_keys(keys)
+        rows = self._table(table).rows
+        return torch.tensor([key in rows for key in keys.tolist()], dtype=torch.bool)
+
+    def erase(self, table: str, keys: Tensor) -> int:
+        check.check_keys(keys)
+        rows = self._table(table).rows
+        return sum(rows.pop(key, None) is not None for key in keys.tolist())
+
+    def count(self, table: str, first_bucket: int, end_bucket: int) -> int:
+        return len(self._keys_of(table, first_bucket, end_bucket))
+
+    def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece:
+        spec, rows = self.spec(table), self._table(table).rows
+        keys = self._keys_of(table, first_bucket, end_bucket)
+        records = [rows[key][0] for key in keys]
+        return Piece(
+            torch.tensor(keys, dtype=torch.int64),
+            torch.stack(records) if records else torch.empty(0, spec.num_columns, dtype=spec.dtype),
+            torch.tensor([rows[key][1] for key in keys], dtype=torch.int64),
+        )
+
+    def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
+        check.check_buckets(first_bucket, end_bucket)
+        check.check_piece(self.spec(table), piece)
+        for key, step in zip(piece.keys.tolist(), piece.steps.tolist(), strict=True):
+            if not first_bucket <= bucket_of(key, table) < end_bucket:
+                raise ValueError(f"key {key} is of bucket {bucket_of(key, table)}, outside [{first_bucket}, {end_bucket})")
+            if step < 0:
+                raise ValueError(f"step {step} of key {key} is negative")
+        self._write(table, piece.keys, piece.records, piece.steps)
+
+    def digest_part(self, table: str) -> int:
+        total = 0
+        for key, (record, _) in self._table(table).rows.items():
+            data = key.to_bytes(8, "little", signed=True) + record.numpy().tobytes()
+            total += int.from_bytes(hashlib.sha256(data).digest(), "little")
+        return total % 2**256
+
+    def memory(self, table: str) -> MemoryReport:
+        """Counts rows and row state; what Python's objects cost beyond them is nobody's concern."""
+        size, record_bytes = self.size(table), self.spec(table).record_bytes
+        payload = size * record_bytes
+        return MemoryReport(size, record_bytes, payload, 8 * size, 8 * size, 0, payload + 16 * size)
+
+    def _table(self, table: str) -> _Table:
+        if table not in self._tables:
+            raise ValueError(f"there is no table {table!r} in the store; it has {sorted(self._tables) or 'none'}")
+        return self._tables[table]
+
+    def _keys_of(self, table: str, first_bucket: int, end_bucket: int) -> list[int]:
+        check.check_buckets(first_bucket, end_bucket)
+        keys = [key for key in self._table(table).rows if first_bucket <= bucket_of(key, table) < end_bucket]
+        return sorted(keys, key=lambda key: hash_key(key, table))
+
+    def _write(self, table: str, keys: Tensor, records: Tensor, steps: Tensor) -> None:
+        spec, rows = self.spec(table), self._table(table).rows
+        if spec.max_rows is not None and len(rows.keys() | set(keys.tolist())) > spec.max_rows:
+            raise TableFullError(f"table {table!r} is full: it may hold max_rows = {spec.max_rows} rows")
+        for key, record, step in zip(keys.tolist(), records, steps.tolist(), strict=True):
+            rows[key] = (record.clone(), step)
+
+
+def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The oracle of key_ops.unique."""
+    numbers: dict[int, int] = {}
+    inverse = [numbers.setdefault(key, len(numbers)) for key in keys.tolist()]
+    return torch.tensor(list(numbers), dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
+
+
+def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+    """The oracle of key_ops.group_by_owner."""
+    owners = [owner_of(key, table, world_size) for key in keys.tolist()]
+    order = sorted(range(len(owners)), key=owners.__getitem__)
+    counts = [owners.count(rank) for rank in range(world_size)]
+    return torch.tensor(order, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)

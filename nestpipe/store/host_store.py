@@ -1,0 +1,169 @@
+"""The host store: tables in this machine's memory, by the native library."""
+
+import ctypes
+import weakref
+from ctypes import byref, c_double, c_int32, c_int64, c_uint8, c_void_p
+
+import torch
+from torch import Tensor
+
+from nestpipe.store import interface as check
+from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
+from nestpipe.store.native import NativeMemoryReport, NativeSpec, call, pointer
+
+
+class HostStore:
+    """Tables in host memory. Safe to call from several threads: reads of a table run side by side, writes alone.
+
+    `num_threads` is how many threads a bulk call may use. Results do not depend on it.
+    """
+
+    def __init__(self, num_threads: int = 1) -> None:
+        if not 1 <= num_threads <= 1024:
+            raise ValueError(f"num_threads is {num_threads}, must be 1 .. 1024")
+        self.num_threads = num_threads
+        self._store = c_void_p()
+        call("store_create", byref(self._store))
+        weakref.finalize(self, call, "store_destroy", self._store)
+        self._tables: dict[str, tuple[int, TableSpec]] = {}
+
+    def create_table(self, spec: TableSpec) -> None:
+        a, b = spec.init.parameters
+        state = (c_double * spec.state_width)(*spec.full_initial_state)
+        native = NativeSpec(
+            name=spec.name.encode(),
+            dim=spec.dim,
+            state_width=spec.state_width,
+            initial_state=ctypes.cast(state, ctypes.POINTER(c_double)),
+            max_rows=spec.max_rows or 0,
+            seed=spec.seed,
+            initial_a=a,
+            initial_b=b,
+            initial=spec.init.code,
+            dtype=check.DTYPES.index(spec.dtype),
+        )
+        number = c_int32()
+        call("table_create", self._store, byref(native), byref(number))
+        self._tables[spec.name] = (number.value, spec)
+
+    def spec(self, table: str) -> TableSpec:
+        return self._table(table)[1]
+
+    def size(self, table: str) -> int:
+        num_rows = c_int64()
+        call("table_size", *self._handle(table), byref(num_rows))
+        return num_rows.value
+
+    def reserve(self, table: str, num_rows: int) -> None:
+        call("table_reserve", *self._handle(table), num_rows)
+
+    def gather(
+        self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
+    ) -> Gathered:
+        spec = self.spec(table)
+        num_keys = check.check_keys(keys)
+        out = check.check_out(spec, out, num_keys, rows_only)
+        found = torch.empty(num_keys, dtype=torch.bool)
+        steps = torch.empty(num_keys, dtype=torch.int64) if with_steps else None
+        call(
+            "gather",
+            *self._handle(table),
+            pointer(keys),
+            num_keys,
+            out.shape[1],
+            pointer(out),
+            out.nbytes,
+            pointer(found),
+            pointer(steps),
+            self.num_threads,
+        )
+        return Gathered(out, found, steps)
+
+    def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        spec = self.spec(table)
+        num_keys = check.check_keys(keys)
+        check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
+        check.check_step(step)
+        call(
+            "scatter",
+            *self._handle(table),
+            pointer(keys),
+            num_keys,
+            pointer(records),
+            records.nbytes,
+            step,
+            self.num_threads,
+        )
+
+    def find(self, table: str, keys: Tensor) -> Tensor:
+        num_keys = check.check_keys(keys)
+        found = torch.empty(num_keys, dtype=torch.bool)
+        call("find", *self._handle(table), pointer(keys), num_keys, pointer(found), self.num_threads)
+        return found
+
+    def erase(self, table: str, keys: Tensor) -> int:
+        num_erased = c_int64()
+        num_keys = check.check_keys(keys)
+        call("erase", *self._handle(table), pointer(keys), num_keys, byref(num_erased))
+        return num_erased.value
+
+    def count(self, table: str, first_bucket: int, end_bucket: int) -> int:
+        check.check_buckets(first_bucket, end_bucket)
+        num_rows = c_int64()
+        call("count", *self._handle(table), first_bucket, end_bucket, byref(num_rows))
+        return num_rows.value
+
+    def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece:
+        spec = self.spec(table)
+        num_rows = self.count(table, first_bucket, end_bucket)
+        piece = Piece(
+            torch.empty(num_rows, dtype=torch.int64),
+            torch.empty(num_rows, spec.num_columns, dtype=spec.dtype),
+            torch.empty(num_rows, dtype=torch.int64),
+        )
+        call(
+            "export",
+            *self._handle(table),
+            first_bucket,
+            end_bucket,
+            num_rows,
+            pointer(piece.keys),
+            pointer(piece.records),
+            piece.records.nbytes,
+            pointer(piece.steps),
+        )
+        return piece
+
+    def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
+        check.check_buckets(first_bucket, end_bucket)
+        num_rows = check.check_piece(self.spec(table), piece)
+        call(
+            "import",
+            *self._handle(table),
+            first_bucket,
+            end_bucket,
+            num_rows,
+            pointer(piece.keys),
+            pointer(piece.records),
+            piece.records.nbytes,
+            pointer(piece.steps),
+            self.num_threads,
+        )
+
+    def digest_part(self, table: str) -> int:
+        digest = (c_uint8 * 32)()
+        call("digest", *self._handle(table), digest, self.num_threads)
+        return int.from_bytes(bytes(digest), "little")
+
+    def memory(self, table: str) -> MemoryReport:
+        report = NativeMemoryReport()
+        call("table_memory", *self._handle(table), byref(report))
+        return MemoryReport(**{name: getattr(report, name) for name, *_ in report._fields_})
+
+    def _table(self, table: str) -> tuple[int, TableSpec]:
+        if table not in self._tables:
+            raise ValueError(f"there is no table {table!r} in the store; it has {sorted(self._tables) or 'none'}")
+        return self._tables[table]
+
+    def _handle(self, table: str) -> tuple[c_void_p, int]:
+        return self._store, self._table(table)[0]

@@ -1,0 +1,35 @@
+"""Bulk operations on keys that need no store: dedup, hashing, grouping by owner."""
+
+from ctypes import byref, c_int64
+
+import torch
+from torch import Tensor
+
+from nestpipe.store.interface import check_keys
+from nestpipe.store.native import call, pointer
+
+
+def unique(keys: Tensor, num_threads: int = 1) -> tuple[Tensor, Tensor]:
+    """Distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys."""
+    num_keys = check_keys(keys)
+    distinct, inverse, num_unique = torch.empty_like(keys), torch.empty_like(keys), c_int64()
+    call("unique", pointer(keys), num_keys, pointer(distinct), pointer(inverse), byref(num_unique), num_threads)
+    return distinct[: num_unique.value], inverse
+
+
+def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+    """Positions of the keys, owner rank 0's first, in the given order within an owner; and how many each owner has."""
+    num_keys = check_keys(keys)
+    if not 1 <= world_size <= 65536:
+        raise ValueError(f"world_size is {world_size}, must be 1 .. 65536")
+    order, counts = torch.empty_like(keys), torch.empty(world_size, dtype=torch.int64)
+    call("group_by_owner", table.encode(), pointer(keys), num_keys, world_size, pointer(order), pointer(counts))
+    return order, counts
+
+
+def hash_keys(table: str, keys: Tensor) -> Tensor:
+    """mix64(key, table name) as int64 bit patterns. The top 16 bits are the key's bucket."""
+    num_keys = check_keys(keys)
+    hashes = torch.empty_like(keys)
+    call("hash", table.encode(), pointer(keys), num_keys, pointer(hashes))
+    return hashes

@@ -1,0 +1,102 @@
+"""The native library: found, loaded, typed, its status codes turned into exceptions. See csrc/include/nestpipe.h."""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+from pathlib import Path
+
+from torch import Tensor
+
+from nestpipe.store.interface import TableFullError
+
+ABI_VERSION = 1
+LIBRARY = Path(__file__).with_name("libnestpipe.so")
+
+
+class NativeSpec(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("dim", c_int64),
+        ("state_width", c_int64),
+        ("initial_state", POINTER(c_double)),
+        ("max_rows", c_int64),
+        ("seed", c_uint64),
+        ("initial_a", c_double),
+        ("initial_b", c_double),
+        ("initial", c_int32),
+        ("dtype", c_int32),
+    )
+
+
+class NativeMemoryReport(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("record_bytes", c_int64),
+        ("payload_bytes", c_int64),
+        ("metadata_bytes", c_int64),
+        ("index_bytes", c_int64),
+        ("erased_bytes", c_int64),
+        ("mapped_bytes", c_int64),
+    )
+
+
+_TABLE = (c_void_p, c_int32)
+_KEYS = (c_void_p, c_int64)
+_BUCKETS = (c_int64, c_int64)
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "store_create": (POINTER(c_void_p),),
+    "store_destroy": (c_void_p,),
+    "table_create": (c_void_p, POINTER(NativeSpec), POINTER(c_int32)),
+    "table_size": (*_TABLE, POINTER(c_int64)),
+    "table_reserve": (*_TABLE, c_int64),
+    "table_memory": (*_TABLE, POINTER(NativeMemoryReport)),
+    "gather": (*_TABLE, *_KEYS, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
+    "scatter": (*_TABLE, *_KEYS, c_void_p, c_int64, c_int64, c_int32),
+    "find": (*_TABLE, *_KEYS, c_void_p, c_int32),
+    "erase": (*_TABLE, *_KEYS, POINTER(c_int64)),
+    "count": (*_TABLE, *_BUCKETS, POINTER(c_int64)),
+    "export": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
+    "import": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
+    "digest": (*_TABLE, POINTER(c_uint8), c_int32),
+    "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
+    "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
+    "hash": (c_char_p, *_KEYS, c_void_p),
+}
+
+_INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS = 1, 2, 3, 4
+_EXCEPTIONS: dict[int, type[Exception]] = {
+    _INVALID_ARGUMENT: ValueError,
+    _OUT_OF_MEMORY: MemoryError,
+    _TABLE_FULL: TableFullError,
+    _TABLE_EXISTS: ValueError,
+}
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise ImportError(f"the native library {path.name} has not been built; run `make native` in the source folder")
+    library = ctypes.CDLL(str(path))  # releases the GIL during calls
+    version = library.nestpipe_abi_version()
+    if version != ABI_VERSION:
+        raise ImportError(
+            f"{path.name} has interface version {version}, this package needs {ABI_VERSION}; run `make native` again"
+        )
+    library.nestpipe_last_error.restype = c_char_p
+    for name, argtypes in _SIGNATURES.items():
+        getattr(library, f"nestpipe_{name}").argtypes = argtypes
+    return library
+
+
+_library = _load(LIBRARY)
+
+
+def call(name: str, *arguments: object) -> None:
+    """Calls nestpipe_<name>; raises what its status says."""
+    status = getattr(_library, f"nestpipe_{name}")(*arguments)
+    if status != 0:
+        text = _library.nestpipe_last_error().decode(errors="replace")
+        raise _EXCEPTIONS.get(status, RuntimeError)(text)
+
+
+def pointer(array: Tensor | None) -> int | None:
+    """The address of an array that the checks of interface.py have passed."""
+    return None if array is None else array.data_ptr()
