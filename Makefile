@@ -5,7 +5,7 @@ export PATH := $(PATH):$(CURDIR)/$(BIN)
 JOBS := $(shell nproc)
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help install native test test-slow check lint asan tsan bench clean
+.PHONY: help install native native-test test test-slow check lint asan tsan bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -19,13 +19,17 @@ install: .venv/installed ## create .venv and install the package, its dependenci
 	@touch $@
 
 native: ## build the native library into the source tree (cmake and a C++17 compiler, no pip)
-	@cmake -S . -B build/native >/dev/null
+	@cmake -S . -B build/native -DNESTPIPE_TESTS=ON >/dev/null
 	@cmake --build build/native --parallel $(JOBS) --target nestpipe
 
-test: install native ## the tests, except those marked slow
+native-test: native ## the native tests, without sanitizers
+	@cmake --build build/native --parallel $(JOBS)
+	ctest --test-dir build/native --output-on-failure
+
+test: install native-test ## the tests, except those marked slow
 	$(BIN)/python -m pytest
 
-test-slow: install native ## all tests, the slow ones included
+test-slow: install native-test ## all tests, the slow ones included
 	$(BIN)/python -m pytest -m 'slow or not slow'
 
 check: install lint asan tsan ## formatting, types, and the native tests under the sanitizers

@@ -59,40 +59,51 @@ static_assert(sizeof(Line) == 64);
 // Numbers distinct keys in the order in which it meets them.
 class Numbering {
  public:
+    // lines: num_lines of them, and one more.
     Numbering(Line* lines, int64_t num_lines, int64_t* unique)
         : lines_(lines), num_lines_(static_cast<uint64_t>(num_lines)), unique_(unique) {}
 
     void clear() { std::memset(static_cast<void*>(lines_), 0, num_lines_ * sizeof(Line)); }  // before all else
 
-    int64_t num_unique() const { return num_unique_; }
-    void prefetch(uint64_t hash) const { nestpipe::prefetch(home(hash)); }
+    int64_t num_unique() const { return static_cast<int64_t>(num_unique_); }
+
+    // Where the search for a key begins, and what to look for there.
+    struct Start {
+        Line* line;
+        uint32_t tag;
+    };
+    Start start(int64_t key) const {
+        const uint64_t hash = fold_hash(key);
+        Line* line = lines_ + ((hash >> 32) * num_lines_ >> 32);
+        prefetch(line);
+        return {line, static_cast<uint32_t>(hash)};
+    }
 
     // The number of the key, known or new. The table must have room.
-    uint32_t number(int64_t key, uint64_t hash) {
-        const auto tag = static_cast<uint32_t>(hash);
+    NESTPIPE_INLINE uint64_t number(int64_t key, Start at) {
         unique_[num_unique_] = key;  // so that a new key, too, is found there
-        Line* line = home(hash);
-        for (;; line = next(line))
-            for (unsigned mask = line->candidates(tag); mask != 0; mask &= mask - 1) {
+        for (Line* line = at.line;; line = next(line))
+            for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
                 const int slot = __builtin_ctz(mask);
-                const uint32_t there = line->number_plus_one[slot];
+                const uint64_t there = line->number_plus_one[slot];
                 // On skewed keys no processor can predict whether a key is new, so new and known ones run the same
-                // instructions; a known key is written to nowhere (to write it again would stall the next reader).
-                const uint32_t is_new = there == 0;
-                const uint32_t plus_one = there | (static_cast<uint32_t>(num_unique_ + 1) & (0u - is_new));
+                // instructions; a known one is written to a line nobody reads (to write it again would stall the next
+                // reader of its line).
+                const uint64_t if_new = uint64_t{0} - (there == 0);  // all bits, or none
+                const uint64_t plus_one = there | ((num_unique_ + 1) & if_new);
                 if (unique_[plus_one - 1] != key) continue;  // another key with this tag
-                Line* target = choose(is_new, line, &nowhere_);
-                target->tag[slot] = tag;
-                target->number_plus_one[slot] = plus_one;
-                num_unique_ += is_new;
+                Line* target = choose(if_new, line, lines_ + num_lines_);
+                target->tag[slot] = at.tag;
+                target->number_plus_one[slot] = static_cast<uint32_t>(plus_one);
+                num_unique_ -= if_new;
                 return plus_one - 1;
             }
     }
 
     // The number of a known key, or kNoNumber.
-    uint32_t find(int64_t key, uint64_t hash) const {
-        for (const Line* line = home(hash);; line = next(line))
-            for (unsigned mask = line->candidates(static_cast<uint32_t>(hash)); mask != 0; mask &= mask - 1) {
+    uint32_t find(int64_t key, Start at) const {
+        for (const Line* line = at.line;; line = next(line))
+            for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
                 const uint32_t there = line->number_plus_one[__builtin_ctz(mask)];
                 if (there == 0) return kNoNumber;
                 if (unique_[there - 1] == key) return there - 1;
@@ -100,23 +111,21 @@ class Numbering {
     }
 
  private:
-    Line* home(uint64_t hash) const { return lines_ + ((hash >> 32) * num_lines_ >> 32); }
     template <typename SomeLine>
     SomeLine* next(SomeLine* line) const {
         return line + 1 == lines_ + num_lines_ ? lines_ : line + 1;
     }
 
     // condition ? yes : no, in arithmetic: compilers make a branch of the other form.
-    static Line* choose(uint32_t condition, Line* yes, Line* no) {
+    static Line* choose(uint64_t condition, Line* yes, Line* no) {
         const auto a = reinterpret_cast<uintptr_t>(yes), b = reinterpret_cast<uintptr_t>(no);
-        return reinterpret_cast<Line*>(b ^ ((a ^ b) & (uintptr_t{0} - condition)));
+        return reinterpret_cast<Line*>(b ^ ((a ^ b) & condition));
     }
 
     Line* lines_;
     uint64_t num_lines_;
     int64_t* unique_;
-    int64_t num_unique_ = 0;
-    Line nowhere_;
+    uint64_t num_unique_ = 0;
 };
 
 // Address space for `count` elements; only what is written costs memory. Each thread keeps its own for its next call: a
@@ -151,31 +160,29 @@ class Stretch {
     void number(const int64_t* keys, int64_t* inverse) {
         Numbering numbering = numbering_;  // a copy of its own: counting in shared memory is slow
         numbering.clear();
-        with_hashes(keys, begin_, end_, numbering,
-                    [&](int64_t i, uint64_t hash) { inverse[i] = numbering.number(keys[i], hash); });
+        in_order(keys, begin_, end_, numbering, [&](int64_t i, Numbering::Start at) {
+            inverse[i] = static_cast<int64_t>(numbering.number(keys[i], at));
+        });
         numbering_ = numbering;
     }
 
     // places[i] = place of keys[i] in this stretch, where it was not found in an earlier one and is in this one.
     void find_places(const int64_t* keys, int64_t num_keys, uint32_t* places) const {
-        with_hashes(keys, 0, num_keys, numbering_, [&](int64_t i, uint64_t hash) {
+        in_order(keys, 0, num_keys, numbering_, [&](int64_t i, Numbering::Start at) {
             if (places[i] != kNoNumber) return;
-            const uint32_t number = numbering_.find(keys[i], hash);
+            const uint32_t number = numbering_.find(keys[i], at);
             if (number != kNoNumber) places[i] = static_cast<uint32_t>(begin_) + number;
         });
     }
 
  private:
     template <typename Use>
-    static void with_hashes(const int64_t* keys, int64_t begin, int64_t end, const Numbering& numbering, Use&& use) {
-        uint64_t hashes[kRing];
+    static NESTPIPE_INLINE void in_order(const int64_t* keys, int64_t begin, int64_t end, const Numbering& numbering,
+                                         Use&& use) {
+        Numbering::Start started[kRing];
         in_two_steps(
-            begin, end,
-            [&](int64_t i) {
-                hashes[ring(i)] = fold_hash(keys[i]);
-                numbering.prefetch(hashes[ring(i)]);
-            },
-            [&](int64_t i) { use(i, hashes[ring(i)]); });
+            begin, end, [&](int64_t i) { started[ring(i)] = numbering.start(keys[i]); },
+            [&](int64_t i) { use(i, started[ring(i)]); });
     }
 
     int64_t begin_, end_;
@@ -185,12 +192,13 @@ class Stretch {
 
 std::vector<Stretch> cut_into_stretches(int64_t num_keys, int64_t num_stretches, int64_t* unique) {
     const int64_t length = (num_keys + num_stretches - 1) / num_stretches;
-    Line* lines = scratch<Line>(table_memory, num_lines_for(length) * num_stretches);
+    const int64_t stretch_lines = num_lines_for(length) + 1;
+    Line* lines = scratch<Line>(table_memory, stretch_lines * num_stretches);
     int64_t* uniques = num_stretches > 1 ? scratch<int64_t>(unique_memory, num_keys) : nullptr;
     std::vector<Stretch> stretches;
     for (int64_t begin = 0; begin < num_keys || begin == 0; begin += std::max<int64_t>(length, 1))
         stretches.emplace_back(begin, std::min(begin + length, num_keys),
-                               lines + static_cast<int64_t>(stretches.size()) * num_lines_for(length),
+                               lines + static_cast<int64_t>(stretches.size()) * stretch_lines,
                                begin == 0 ? unique : uniques + begin);  // the first one's numbers are final
     return stretches;
 }

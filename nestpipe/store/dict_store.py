@@ -87,7 +87,9 @@ class DictStore:
         check.check_piece(self.spec(table), piece)
         for key, step in zip(piece.keys.tolist(), piece.steps.tolist(), strict=True):
             if not first_bucket <= bucket_of(key, table) < end_bucket:
-                raise ValueError(f"key {key} is of bucket {bucket_of(key, table)}, outside [{first_bucket}, {end_bucket})")
+                raise ValueError(
+                    f"key {key} is of bucket {bucket_of(key, table)}, outside [{first_bucket}, {end_bucket})"
+                )
             if step < 0:
                 raise ValueError(f"step {step} of key {key} is negative")
         self._write(table, piece.keys, piece.records, piece.steps)

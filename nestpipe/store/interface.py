@@ -45,7 +45,9 @@ class TableSpec:
         if not 0 <= self.state_width <= 2**20:
             raise ValueError(f"{where}state_width is {self.state_width}, must be 0 .. 2^20")
         if self.initial_state and len(self.initial_state) != self.state_width:
-            raise ValueError(f"{where}{len(self.initial_state)} initial_state values for state_width {self.state_width}")
+            raise ValueError(
+                f"{where}{len(self.initial_state)} initial_state values for state_width {self.state_width}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"{where}dtype is {self.dtype}, must be torch.float32 or torch.float64")
         if not 0 <= self.seed < 2**64:

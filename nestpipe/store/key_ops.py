@@ -5,14 +5,20 @@ from ctypes import byref, c_int64
 import torch
 from torch import Tensor
 
-from nestpipe.store.interface import check_keys
+from nestpipe.store.interface import check_array, check_keys
 from nestpipe.store.native import call, pointer
 
 
-def unique(keys: Tensor, num_threads: int = 1) -> tuple[Tensor, Tensor]:
-    """Distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys."""
+def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys.
+
+    `out`: memory for both, as long as `keys`, to be used again from call to call; the first result is a view of it.
+    """
     num_keys = check_keys(keys)
-    distinct, inverse, num_unique = torch.empty_like(keys), torch.empty_like(keys), c_int64()
+    distinct, inverse = out if out is not None else (torch.empty_like(keys), torch.empty_like(keys))
+    for array in (distinct, inverse):
+        check_array("out", array, torch.int64, [num_keys])
+    num_unique = c_int64()
     call("unique", pointer(keys), num_keys, pointer(distinct), pointer(inverse), byref(num_unique), num_threads)
     return distinct[: num_unique.value], inverse
 

@@ -113,6 +113,7 @@ def owner_of(key: int, table: str, world_size: int) -> int:
 def natural_log(x: float) -> float:
     (bits,) = struct.unpack("<Q", struct.pack("<d", x))
     exponent = (bits >> 52) - 1023
+    m: float
     (m,) = struct.unpack("<d", struct.pack("<Q", (bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000))
     if m > 1.4142135623730951:
         m = m * 0.5

@@ -1,0 +1,1 @@
+"""Benchmarks: named records, the environment they were measured in, and the targets they must meet."""

@@ -1,0 +1,96 @@
+"""Running a benchmark and writing down its records with the environment."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import nestpipe
+
+Record = Mapping[str, int | float | str | bool]
+"""Flat: what identifies the measurement (dim, threads, method, ...) and what was measured."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    cpu: str
+    cores: int
+    torch: str
+    python: str
+    load_before: float
+    load_after: float
+    busy: bool
+    """Something else was running: the figures are worth less."""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    bench: str
+    version: str
+    quick: bool
+    environment: Environment
+    records: list[Record]
+
+
+def run_bench(
+    name: str, make_records: Callable[[], Iterator[Record]], path: Path, console: Console, *, quick: bool
+) -> BenchResult:
+    """Runs it, with progress on the way, and writes `path`."""
+    load_before = os.getloadavg()[0]
+    started = time.perf_counter()
+    records = []
+    for record in make_records():
+        records.append(record)
+        seconds = time.perf_counter() - started
+        console.print(f"{seconds:6.1f} s  record {len(records)}: {_identity(record)}", highlight=False, soft_wrap=True)
+    environment = Environment(
+        cpu=_cpu_name(),
+        cores=len(os.sched_getaffinity(0)),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        load_before=load_before,
+        load_after=os.getloadavg()[0],
+        busy=load_before > 0.5,
+    )
+    if environment.busy:
+        console.print(f"the machine was busy when this started (load average {load_before:.2f})", style="yellow")
+    result = BenchResult(name, nestpipe.__version__, quick, environment, records)
+    path.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    return result
+
+
+def print_records(result: BenchResult, console: Console) -> None:
+    """A block for each kind of record, that is, for each set of fields: fields down, records across."""
+    kinds: dict[tuple[str, ...], list[Record]] = {}
+    for record in result.records:
+        kinds.setdefault(tuple(record), []).append(record)
+    for fields, records in kinds.items():
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for field in fields:
+            table.add_row(field, *(_text(record[field]) for record in records))
+        console.print()
+        console.print(table)
+
+
+def _identity(record: Record) -> str:
+    """The leading fields that are not measurements."""
+    named = [f"{name} {value}" for name, value in record.items() if not isinstance(value, float)]
+    return ", ".join(named)
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,182 @@
+"""`bench store`: the host store against torch's positional operations on a tensor with the same page advice."""
+
+import mmap
+import statistics
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.pairs import compare
+from nestpipe.bench.report import Record
+from nestpipe.store import HostStore, TableSpec, unique
+
+SEED = 1
+NUM_PAIRS = 25
+KEYS_A_CALL = 200_000
+TABLE = "item"
+MEGA = 1_000_000
+
+
+def records(quick: bool) -> Iterator[Record]:
+    scale = 50 if quick else 1
+    num_pairs = 3 if quick else NUM_PAIRS
+    for dim in (64, 128):
+        yield from _gather_and_scatter(4 * MEGA // scale, dim, KEYS_A_CALL // scale, num_pairs)
+    for name, keys in (("zipf_1.05", zipf_keys(MEGA // scale)), ("random", random_keys(MEGA // scale))):
+        for threads in (1, 2):
+            yield _unique(name, keys, threads, num_pairs)
+    yield _growth(MEGA // scale, 20 * MEGA // scale, 32, KEYS_A_CALL // scale, num_pairs)
+    yield in_fresh_process(_overhead, MEGA // scale, 16)
+
+
+def random_keys(num_keys: int) -> Tensor:
+    generator = np.random.default_rng(SEED)
+    return torch.from_numpy(generator.integers(-(2**63), 2**63, num_keys, dtype=np.int64))
+
+
+def zipf_keys(num_keys: int, skew: float = 1.05, num_ranks: int = 10 * MEGA) -> Tensor:
+    """Key of rank r with probability proportional to r^-skew; ranks spread over all int64 values."""
+    weights = np.cumsum(np.arange(1, num_ranks + 1, dtype=np.float64) ** -skew)
+    drawn = np.searchsorted(weights, np.random.default_rng(SEED).random(num_keys) * weights[-1])
+    return torch.from_numpy(drawn.astype(np.int64) * 0x9E3779B97F4A7C1)
+
+
+def _huge_page_tensor(num_rows: int, dim: int) -> Tensor:
+    """A float32 tensor with the advice the store gives its own memory, every page touched."""
+    memory = mmap.mmap(-1, num_rows * dim * 4)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, dim).fill_(1.0)
+
+
+class _Both:
+    """The same rows in a store and in a tensor; key i is row i of the tensor."""
+
+    def __init__(self, num_rows: int, dim: int, keys_a_call: int) -> None:
+        self.keys = random_keys(num_rows)
+        self.rows = _huge_page_tensor(num_rows, dim)
+        self.store = HostStore(num_threads=2)
+        self.store.create_table(TableSpec(TABLE, dim))
+        for first in range(0, num_rows, 500_000):
+            piece = slice(first, first + 500_000)
+            self.store.scatter(TABLE, self.keys[piece], self.rows[piece], step=0)
+        self.out = torch.zeros(keys_a_call, dim)
+        self.draw_distinct()
+
+    def use_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.store.num_threads = threads
+
+    def draw(self) -> None:
+        """Positions at random, with repeats."""
+        self.positions = torch.randint(len(self.keys), (len(self.out),))
+        self.call_keys = self.keys[self.positions]
+
+    def draw_distinct(self) -> None:
+        drawn = np.random.default_rng().choice(len(self.keys), len(self.out), replace=False, shuffle=True)
+        self.positions = torch.from_numpy(drawn)
+        self.call_keys = self.keys[self.positions]
+
+    def gather(self) -> None:
+        self.store.gather(TABLE, self.call_keys, out=self.out)
+
+    def index_select(self) -> None:
+        torch.index_select(self.rows, 0, self.positions, out=self.out)
+
+    def scatter(self) -> None:
+        self.store.scatter(TABLE, self.call_keys, self.out, step=1)
+
+    def index_copy(self) -> None:
+        self.rows.index_copy_(0, self.positions, self.out)
+
+
+def _gather_and_scatter(num_rows: int, dim: int, keys_a_call: int, num_pairs: int) -> Iterator[Record]:
+    both = _Both(num_rows, dim, keys_a_call)
+    for threads in (1, 2):
+        both.use_threads(threads)
+        gather = compare(both.gather, both.index_select, num_pairs, prepare=both.draw)
+        scatter = compare(both.scatter, both.index_copy, num_pairs, prepare=both.draw_distinct)
+        yield {
+            "dim": dim,
+            "threads": threads,
+            "num_rows": num_rows,
+            "num_pairs": num_pairs,
+            "seed": SEED,
+            **gather.fields("gather_vs_index_select"),
+            "gather_ns_per_row": _ns_per_row(gather.ours, keys_a_call),
+            **scatter.fields("scatter_vs_index_copy"),
+            "scatter_ns_per_row": _ns_per_row(scatter.ours, keys_a_call),
+        }
+
+
+def _unique(name: str, keys: Tensor, threads: int, num_pairs: int) -> Record:
+    torch.set_num_threads(threads)
+    out = torch.zeros_like(keys), torch.zeros_like(keys)
+    comparison = compare(
+        lambda: unique(keys, threads, out),
+        lambda: torch.unique(keys, return_inverse=True),
+        num_pairs,
+    )
+    return {
+        "method": name,
+        "threads": threads,
+        "num_keys": len(keys),
+        "num_pairs": num_pairs,
+        "seed": SEED,
+        **comparison.fields("unique_vs_torch"),
+        "unique_ms": statistics.median(comparison.ours) * 1e3,
+        "torch_unique_ms": statistics.median(comparison.baseline) * 1e3,
+    }
+
+
+def _growth(few_rows: int, many_rows: int, dim: int, keys_a_call: int, num_pairs: int) -> Record:
+    """How much more a gather slows down than index_select when the table is twenty times larger."""
+    few, many = _Both(few_rows, dim, keys_a_call), _Both(many_rows, dim, keys_a_call)
+    few.use_threads(1)
+    many.use_threads(1)
+    at_few = compare(few.gather, few.index_select, num_pairs, prepare=few.draw)
+    at_many = compare(many.gather, many.index_select, num_pairs, prepare=many.draw)
+    gather = statistics.median(at_many.ours) / statistics.median(at_few.ours)
+    index_select = statistics.median(at_many.baseline) / statistics.median(at_few.baseline)
+    return {
+        "dim": dim,
+        "threads": 1,
+        "num_rows": many_rows,
+        "num_pairs": num_pairs,
+        "seed": SEED,
+        "growth_slowdown": gather / index_select,
+        "gather_many_vs_few": gather,
+        "index_select_many_vs_few": index_select,
+    }
+
+
+def _overhead(step_rows: int, num_steps: int, dim: int = 16) -> Record:
+    """Resident bytes a row beyond row and state, the mean over 1, 2, ... num_steps times step_rows rows."""
+    keys, rows = random_keys(step_rows * num_steps), torch.ones(step_rows, dim)
+    store = HostStore(num_threads=2)
+    store.create_table(TableSpec(TABLE, dim))
+    before = resident_bytes()
+    overheads, transients = [], []
+    for step in range(num_steps):
+        reset_peak()
+        piece = keys[step * step_rows : (step + 1) * step_rows]
+        store.scatter(TABLE, piece, rows, step=0)
+        num_rows = (step + 1) * step_rows
+        now = resident_bytes()
+        overheads.append((now - before - num_rows * dim * 4) / num_rows)
+        transients.append((peak_bytes() - now) / num_rows)
+    return {
+        "dim": dim,
+        "threads": 2,
+        "num_rows": step_rows * num_steps,
+        "seed": SEED,
+        "overhead_bytes_per_row": statistics.mean(overheads),
+        "overhead_bytes_per_row_most": max(overheads),
+        "transient_peak_bytes_per_row": max(transients),
+    }
+
+
+def _ns_per_row(seconds: list[float], num_rows: int) -> float:
+    return statistics.median(seconds) / num_rows * 1e9

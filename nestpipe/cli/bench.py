@@ -1,0 +1,45 @@
+"""`nestpipe bench NAME`: runs a benchmark, writes its records, checks them against the targets."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nestpipe.bench import store as store_bench
+from nestpipe.bench.report import Record, print_records, run_bench
+from nestpipe.bench.targets import find_misses, load_targets
+
+app = typer.Typer(help="Measure, and compare with the targets in benchmarks/targets.toml.", no_args_is_help=True)
+
+Json = Annotated[Path, typer.Option("--json", help="File for the records and the environment they were measured in.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A run of seconds that shows it works; its figures mean nothing.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit with 1 and name each target that is missed.")]
+
+
+def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: bool, check: bool) -> None:
+    if quick and check:
+        raise typer.BadParameter("--quick has no thresholds; leave out one of --quick and --check")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} of --json does not exist")
+    try:
+        targets = load_targets(name) if check else []
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console()
+    result = run_bench(name, records, path, console, quick=quick)
+    print_records(result, console)
+    misses = find_misses(targets, result.records)
+    for miss in misses:
+        console.print(f"[red]missed[/red] {miss}", highlight=False, soft_wrap=True)
+    if check and not misses:
+        console.print(f"all {len(targets)} targets of {name} are met", highlight=False)
+    if misses:
+        raise typer.Exit(1)
+
+
+@app.command()
+def store(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The host store against torch: gather, scatter, unique; memory per row; growth."""
+    _run("store", lambda: store_bench.records(quick), path, quick, check)

@@ -1,0 +1,30 @@
+"""`nestpipe`: the commands and their options."""
+
+from typing import Annotated
+
+import typer
+
+from nestpipe import __version__
+from nestpipe.cli.bench import app as bench_app
+
+app = typer.Typer(
+    help="Train recommendation models whose embedding tables are larger than accelerator memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nestpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,53 @@
+"""The command line as a user calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nestpipe
+from nestpipe.bench.targets import find_misses, load_targets
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nestpipe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.strip() == f"nestpipe {nestpipe.__version__}"
+    assert "bench" in run("--help").stdout
+    text = run("bench", "store", "--help").stdout
+    assert all(option in text for option in ("--json", "--quick", "--check"))
+
+
+def test_bench_store_quick(tmp_path: Path) -> None:
+    path = tmp_path / "store.json"
+    done = run("bench", "store", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert set(result) == {"bench", "version", "quick", "environment", "records"}
+    assert (result["bench"], result["version"], result["quick"]) == ("store", nestpipe.__version__, True)
+    assert {"cpu", "cores", "torch", "load_before", "load_after", "busy"} <= set(result["environment"])
+    for record in result["records"]:
+        assert all(isinstance(value, int | float | str) for value in record.values())
+    misses = find_misses(load_targets("store"), result["records"])
+    assert not [miss for miss in misses if "no record answers it" in miss]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bench", "store", "--json", "missing/folder/x.json", "--quick"], "does not exist"),
+        (["bench", "store"], "--json"),
+        (["bench", "stor", "--json", "x"], "No such command 'stor'"),
+        (["bench", "store", "--json", "x.json", "--quick", "--check"], "--quick has no thresholds"),
+    ],
+)
+def test_mistakes(arguments: list[str], text: str, tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr

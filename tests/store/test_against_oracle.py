@@ -1,0 +1,164 @@
+"""The native store against the pure-Python one: any sequence of calls, same results, same errors, same digest.
+
+Fails, for example, if Index::erase does not move displaced rows back (drop its last loop), or if Table::write_records
+writes `step` where it should write steps[i].
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
+
+from nestpipe.store import DictStore, HostStore, Piece, Store, TableSpec, init
+from tests.streams import key_streams
+
+KEYS = st.one_of(
+    st.integers(0, 40),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([-(2**63), 2**63 - 1, -1, 0]),
+)
+KEY_LISTS = st.lists(KEYS, max_size=60)
+SPECS = st.builds(
+    TableSpec,
+    name=st.sampled_from(["item", "a", "größe"]),
+    dim=st.integers(1, 20),
+    state_width=st.just(2),
+    initial_state=st.just((0.1, -3.0)),
+    init=st.sampled_from(
+        [init.Constant(0.5), init.Uniform(-1, 2), init.Normal(0.02, 1.0), init.TruncatedNormal(3.0)],
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**64 - 1),
+    max_rows=st.sampled_from([None, 25, 80]),
+)
+BUCKETS = st.tuples(st.integers(0, 65536), st.integers(0, 65536)).map(lambda pair: (min(pair), max(pair)))
+
+
+def outcome(store: Store, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """What a call returned, or the kind of error it raised."""
+    try:
+        return getattr(store, name)(*arguments, **keywords)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return type(error)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class TwoStores(RuleBasedStateMachine):
+    @initialize(spec=SPECS, num_threads=st.integers(1, 3))
+    def create(self, spec: TableSpec, num_threads: int) -> None:
+        self.spec = spec
+        self.native, self.oracle = HostStore(num_threads), DictStore()
+        self.both("create_table", spec)
+        self.num_writes = 0
+
+    def both(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        native = outcome(self.native, name, *arguments, **keywords)
+        oracle = outcome(self.oracle, name, *arguments, **keywords)
+        assert same(native, oracle), f"{name}: {native} is not {oracle}"
+        return native
+
+    def new_records(self, num_keys: int) -> Tensor:
+        self.num_writes += 1
+        generator = torch.Generator().manual_seed(self.num_writes)
+        return torch.randn(num_keys, self.spec.num_columns, generator=generator, dtype=self.spec.dtype)
+
+    @rule(keys=KEY_LISTS, rows_only=st.booleans(), with_steps=st.booleans())
+    def gather(self, keys: list[int], rows_only: bool, with_steps: bool) -> None:
+        tensor = torch.tensor(keys, dtype=torch.int64)
+        self.both("gather", self.spec.name, tensor, rows_only=rows_only, with_steps=with_steps)
+
+    @rule(keys=KEY_LISTS, step=st.integers(-1, 2**63 - 1))
+    def scatter(self, keys: list[int], step: int) -> None:
+        self.both("scatter", self.spec.name, torch.tensor(keys, dtype=torch.int64), self.new_records(len(keys)), step)
+
+    @rule(keys=KEY_LISTS)
+    def find(self, keys: list[int]) -> None:
+        self.both("find", self.spec.name, torch.tensor(keys, dtype=torch.int64))
+
+    @rule(keys=KEY_LISTS)
+    def erase(self, keys: list[int]) -> None:
+        self.both("erase", self.spec.name, torch.tensor(keys, dtype=torch.int64))
+
+    @rule(num_rows=st.integers(-1, 2000))
+    def reserve(self, num_rows: int) -> None:
+        self.both("reserve", self.spec.name, num_rows)
+
+    @rule(buckets=BUCKETS)
+    def count_and_export(self, buckets: tuple[int, int]) -> None:
+        self.both("count", self.spec.name, *buckets)
+        self.both("export_piece", self.spec.name, *buckets)
+
+    @rule(keys=KEY_LISTS, buckets=BUCKETS, step=st.integers(-1, 9))
+    def import_any(self, keys: list[int], buckets: tuple[int, int], step: int) -> None:
+        piece = Piece(
+            torch.tensor(keys, dtype=torch.int64),
+            self.new_records(len(keys)),
+            torch.arange(step, step + len(keys)),
+        )
+        self.both("import_piece", self.spec.name, *buckets, piece)
+
+    @rule(cut=st.integers(0, 65536))
+    def round_trip(self, cut: int) -> None:
+        """Exported in two pieces and imported into an empty store, a table is the same table."""
+        copy = HostStore()
+        copy.create_table(self.spec)
+        for first, end in ((0, cut), (cut, 65536)):
+            copy.import_piece(self.spec.name, first, end, self.native.export_piece(self.spec.name, first, end))
+        assert copy.digest_part(self.spec.name) == self.native.digest_part(self.spec.name)
+        assert same(copy.export_piece(self.spec.name, 0, 65536), self.native.export_piece(self.spec.name, 0, 65536))
+
+    @invariant()
+    def same_digest_and_size(self) -> None:
+        self.both("digest_part", self.spec.name)
+        self.both("size", self.spec.name)
+
+
+TestTwoStores = TwoStores.TestCase
+TestTwoStores.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("stream", key_streams())
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_streams(stream: str, num_threads: int) -> None:
+    """Every batch is gathered, changed and written back, as training does."""
+    spec = TableSpec("item", 6, 3, (0.0, 1.0, 2.0), init=init.Normal(0.1), dtype=torch.float64, seed=9)
+    native, oracle = HostStore(num_threads), DictStore()
+    for store in (native, oracle):
+        store.create_table(spec)
+        for step, keys in enumerate(key_streams()[stream]):
+            records = store.gather("item", keys).records
+            store.scatter("item", keys, records * 0.75 + step, step)
+    assert native.digest_part("item") == oracle.digest_part("item")
+    assert same(native.export_piece("item", 0, 65536), oracle.export_piece("item", 0, 65536))
+
+
+def test_large_random_table() -> None:
+    """Sizes at which the index grows many times and calls use several threads and streaming stores."""
+    native, dim = HostStore(num_threads=3), 40
+    native.create_table(TableSpec("item", dim))
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randperm(120_000, generator=generator) * 1_000_003
+    rows = torch.randn(len(keys), dim, generator=generator)
+    for first in range(0, len(keys), 30_000):
+        native.scatter("item", keys[first : first + 30_000], rows[first : first + 30_000], step=first)
+    assert native.size("item") == len(keys)
+    drawn = torch.randint(len(keys), (100_000,), generator=generator)
+    gathered = native.gather("item", keys[drawn], with_steps=True)
+    assert torch.equal(gathered.records, rows[drawn])
+    assert gathered.found.all()
+    assert gathered.steps is not None
+    assert torch.equal(gathered.steps, drawn // 30_000 * 30_000)
+    assert native.erase("item", keys[:60_000]) == 60_000
+    assert torch.equal(native.find("item", keys), torch.arange(len(keys)) >= 60_000)
+    assert torch.equal(native.gather("item", keys[60_000:]).records, rows[60_000:])

@@ -1,0 +1,199 @@
+"""What the native store refuses, and that a refusal changes nothing; threads, forks, memory."""
+
+import multiprocessing
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, init, native
+from nestpipe.store.interface import check_array
+
+
+@pytest.fixture
+def store() -> HostStore:
+    store = HostStore(num_threads=2)
+    store.create_table(TableSpec("item", 4, 2, (0.1, 0.2), init=init.Normal(0.02)))
+    store.scatter("item", torch.arange(10), torch.ones(10, 6), step=1)
+    return store
+
+
+KEYS = torch.arange(3)
+RECORDS = torch.ones(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda s: s.create_table(TableSpec("item", 4)), ValueError, "already has a table 'item'"),
+        (lambda s: s.size("itm"), ValueError, "there is no table 'itm' in the store; it has ['item']"),
+        (lambda s: s.scatter("item", KEYS.int(), RECORDS, 0), TypeError, "keys must be torch.int64, got torch.int32"),
+        (lambda s: s.scatter("item", KEYS.tolist(), RECORDS, 0), TypeError, "must be a torch.Tensor, got list"),
+        (lambda s: s.scatter("item", KEYS.view(1, 3), RECORDS, 0), ValueError, "must have shape [n], got [1, 3]"),
+        (lambda s: s.scatter("item", torch.arange(6)[::2], RECORDS, 0), ValueError, "must be contiguous"),
+        (lambda s: s.scatter("item", KEYS, RECORDS.double(), 0), TypeError, "must be torch.float32"),
+        (lambda s: s.scatter("item", KEYS, RECORDS[:, :4], 0), ValueError, "must have shape [3, 6], got [3, 4]"),
+        (lambda s: s.scatter("item", KEYS, RECORDS[:2], 0), ValueError, "must have shape [3, 6], got [2, 6]"),
+        (lambda s: s.scatter("item", KEYS, RECORDS, -1), ValueError, "step is -1"),
+        (lambda s: s.gather("item", KEYS, out=torch.empty(3, 4)), ValueError, "shape [3, 6], got [3, 4]"),
+        (lambda s: s.gather("item", KEYS.to("meta")), ValueError, "must be in host memory"),
+        (lambda s: s.count("item", 3, 2), ValueError, "not a range within 0 .. 65536"),
+        (lambda s: s.export_piece("item", -1, 2), ValueError, "not a range"),
+        (lambda s: s.import_piece("item", 0, 1, Piece(KEYS, RECORDS, KEYS)), ValueError, "outside [0, 1)"),
+        (lambda s: s.import_piece("item", 0, 65536, Piece(KEYS, RECORDS, -KEYS - 1)), ValueError, "is negative"),
+        (lambda s: s.reserve("item", 2**33), ValueError, "reserve of"),
+        (lambda s: s.reserve("item", -1), ValueError, "reserve of -1 rows"),
+        (lambda s: HostStore(num_threads=0), ValueError, "num_threads is 0"),
+        (lambda s: TableSpec("", 4), ValueError, "must not be empty"),
+        (lambda s: TableSpec("t", 0), ValueError, "dim is 0"),
+        (lambda s: TableSpec("t", 4, 2, (1.0,)), ValueError, "1 initial_state values for state_width 2"),
+        (lambda s: TableSpec("t", 4, dtype=torch.float16), ValueError, "must be torch.float32 or torch.float64"),
+        (lambda s: TableSpec("t", 4, init=init.Normal(-1.0)), ValueError, "needs std >= 0"),
+        (lambda s: TableSpec("t", 4, init=init.Uniform(1.0, 0.0)), ValueError, "needs low <= high"),
+        (lambda s: TableSpec("t", 4, init=init.Constant(float("nan"))), ValueError, "not finite"),
+        (lambda s: TableSpec("t", 4, seed=-1), ValueError, "seed is -1"),
+        (lambda s: TableSpec("t", 4, max_rows=0), ValueError, "max_rows is 0"),
+    ],
+)
+def test_refused(store: HostStore, call, error: type[Exception], text: str) -> None:
+    digest = store.digest_part("item")
+    with pytest.raises(error) as raised:
+        call(store)
+    assert text in str(raised.value)
+    assert store.digest_part("item") == digest
+    assert store.size("item") == 10
+
+
+def test_full_table() -> None:
+    store = HostStore(num_threads=2)
+    store.create_table(TableSpec("item", 4, max_rows=100))
+    store.scatter("item", torch.arange(90), torch.ones(90, 4), step=1)
+    digest = store.digest_part("item")
+    with pytest.raises(TableFullError, match="table 'item' is full: it may hold max_rows = 100 rows; raise max_rows"):
+        store.scatter("item", torch.arange(50, 120), torch.zeros(70, 4), step=2)
+    assert store.digest_part("item") == digest
+    store.scatter("item", torch.arange(50, 100), torch.zeros(50, 4), step=2)
+    assert store.size("item") == 100
+
+
+OUT_OF_MEMORY = """
+import resource, torch
+from nestpipe.store import HostStore, TableSpec
+store = HostStore(num_threads=2)
+store.create_table(TableSpec("item", 256))
+keys, records = torch.arange(400_000), torch.ones(400_000, 256)
+store.scatter("item", keys[:1000], records[:1000], step=1)
+digest = store.digest_part("item")
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
+try:
+    store.scatter("item", keys, records, step=2)
+except MemoryError as error:
+    print("refused:", error)
+assert store.digest_part("item") == digest and store.size("item") == 1000
+store.scatter("item", keys[:2000], records[:2000], step=3)
+assert store.size("item") == 2000
+print("still good")
+"""
+
+
+def test_out_of_memory_is_refused() -> None:
+    """400 MB of rows within 200 MB of address space: refused, nothing changed, and the store goes on."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "refused: out of memory: the system refused" in done.stdout
+    assert "still good" in done.stdout
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    keys, digests = torch.randint(50_000, (80_000,)), set()
+    records = torch.randn(len(keys), 20)
+    for num_threads in (1, 2, 5):
+        store = HostStore(num_threads)
+        store.create_table(TableSpec("item", 20))
+        store.scatter("item", keys, records, step=0)
+        digests.add(store.digest_part("item"))
+    assert len(digests) == 1
+
+
+def test_threads_side_by_side(store: HostStore) -> None:
+    """Readers see either all of a writer's call or nothing of it."""
+    keys, failures = torch.arange(10_000), []
+
+    def read() -> None:
+        for _ in range(30):
+            records = store.gather("item", keys).records
+            if not torch.equal(records[10:], records[10:11].expand(9990, 6)):
+                failures.append("torn read")
+
+    store.scatter("item", keys, torch.zeros(10_000, 6), step=2)
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for step in range(30):
+        store.scatter("item", keys, torch.full((10_000, 6), float(step)), step=step)
+    for reader in readers:
+        reader.join()
+    assert failures == []
+
+
+def test_works_in_a_forked_child(store: HostStore) -> None:
+    """The library's helper threads do not exist in a child: it must start its own, not count on the parent's.
+
+    Fails without the pthread_atfork handler in parallel.cpp.
+    """
+    keys, records = torch.arange(50_000), torch.ones(50_000, 6)
+    store.scatter("item", keys, records, step=5)
+    expected = store.digest_part("item")
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+
+    def work() -> None:
+        digest = store.digest_part("item")
+        results.put((digest, len(list(Path("/proc/self/task").iterdir()))))
+
+    child = context.Process(target=work)
+    child.start()
+    child.join(timeout=20)
+    alive = child.is_alive()
+    child.kill()
+    assert not alive
+    assert results.get() == (expected, store.num_threads)
+
+
+def test_memory_report(store: HostStore) -> None:
+    store.scatter("item", torch.arange(5000), torch.ones(5000, 6), step=1)
+    store.erase("item", torch.arange(1000))
+    report = store.memory("item")
+    assert (report.num_rows, report.record_bytes, report.payload_bytes) == (4000, 24, 96_000)
+    assert report.metadata_bytes == 8 * 5000
+    assert report.erased_bytes == 1000 * 24
+    assert 12 * 5000 <= report.index_bytes <= 40 * 5000
+    assert report.mapped_bytes >= report.payload_bytes + report.metadata_bytes + report.index_bytes
+
+
+def test_small_tables_are_small() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = HostStore()
+    for number in range(200):
+        store.create_table(TableSpec(f"table{number}", 16))
+        store.scatter(f"table{number}", torch.arange(100), torch.ones(100, 16), step=0)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib / 200 < 100  # kibibytes a table: pages for rows, steps and index
+
+
+def test_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "ABI_VERSION", 999)
+    with pytest.raises(ImportError, match="this package needs 999; run `make native` again"):
+        native._load(native.LIBRARY)
+    with pytest.raises(ImportError, match="has not been built; run `make native`"):
+        native._load(native.LIBRARY.with_name("libmissing.so"))
+
+
+def test_check_array_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"convert with \.to\(torch\.int64\)"):
+        check_array("keys", torch.zeros(3), torch.int64, [None])

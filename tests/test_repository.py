@@ -1,0 +1,84 @@
+"""The repository keeps its own rules: import directions, small files, a document that names every file."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nestpipe"
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+
+# A part may import itself and the parts named here. The path of the data runs the other way.
+ALLOWED = {
+    "store": set(),
+    "bench": {"store"},
+    "cli": {"bench", "store"},
+    "": {"store", "cli"},  # nestpipe/__init__.py and __main__.py
+}
+
+
+def part_of(file: str) -> str:
+    return file.split("/")[1] if file.count("/") > 1 else ""
+
+
+def imported_parts(file: str) -> set[str]:
+    parts = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            names = []
+        for name in names:
+            if name.startswith("nestpipe.") and (PACKAGE / name.split(".")[1]).is_dir():
+                parts.add(name.split(".")[1])
+    return parts
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_import_direction(file: str) -> None:
+    part = part_of(file)
+    assert part in ALLOWED, f"{file} is of a part that ALLOWED does not know"
+    assert imported_parts(file) <= ALLOWED[part] | {part}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_relative_imports(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 0]
+
+
+def documented_files() -> set[str]:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return set(re.findall(r"`((?:nestpipe|csrc)/[\w/.]+)`", text))
+
+
+def test_architecture_names_every_file() -> None:
+    native = [path for folder in ("src", "include") for path in (ROOT / "csrc" / folder).iterdir()]
+    sources = {path.relative_to(ROOT).as_posix() for path in native}
+    packaged = {file for file in FILES if not file.endswith("__init__.py")}
+    assert documented_files() == packaged | sources
+
+
+def test_files_are_small() -> None:
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.?pp"), *(ROOT / "tests").rglob("*.py")]
+    assert {path.name: lines for path in sources if (lines := len(path.read_text().splitlines())) > 400} == {}
+
+
+@pytest.mark.parametrize("document", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=str)
+def test_links_and_commands_of_documents_exist(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in re.findall(r"`make ([a-z-]+)`", text):
+        assert command in targets, f"{document.name} names make {command}"
+
+
+def test_versions_agree() -> None:
+    import nestpipe
+
+    assert f"## {nestpipe.__version__}" in (ROOT / "CHANGELOG.md").read_text()
