@@ -79,19 +79,24 @@ class Numbering {
         return {line, static_cast<uint32_t>(hash)};
     }
 
-    // The number of the key, known or new. The table must have room.
+    // The number of the key, known or new. The table must have room. Where nearly every key is new, a branch says so;
+    // elsewhere no processor can predict it, and new and known keys run the same instructions.
+    template <bool kMostlyNew>
     NESTPIPE_INLINE uint64_t number(int64_t key, Start at) {
         unique_[num_unique_] = key;  // so that a new key, too, is found there
         for (Line* line = at.line;; line = next(line))
             for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
                 const int slot = __builtin_ctz(mask);
                 const uint64_t there = line->number_plus_one[slot];
-                // On skewed keys no processor can predict whether a key is new, so new and known ones run the same
-                // instructions; a known one is written to a line nobody reads (to write it again would stall the next
-                // reader of its line).
+                if (kMostlyNew && there == 0) {
+                    line->tag[slot] = at.tag;
+                    line->number_plus_one[slot] = static_cast<uint32_t>(num_unique_ + 1);
+                    return num_unique_++;
+                }
                 const uint64_t if_new = uint64_t{0} - (there == 0);  // all bits, or none
                 const uint64_t plus_one = there | ((num_unique_ + 1) & if_new);
                 if (unique_[plus_one - 1] != key) continue;  // another key with this tag
+                // A known key is written to a line nobody reads: to write it again would stall the next reader.
                 Line* target = choose(if_new, line, lines_ + num_lines_);
                 target->tag[slot] = at.tag;
                 target->number_plus_one[slot] = static_cast<uint32_t>(plus_one);
@@ -142,7 +147,7 @@ Element* scratch(Region& region, int64_t count) {
 
 thread_local Region table_memory, unique_memory, place_memory;
 
-int64_t num_lines_for(int64_t num_keys) { return num_keys / 4 + 2; }  // eight slots each: half full at most
+int64_t num_lines_for(int64_t num_keys) { return num_keys / 5 + 2; }  // eight slots each: 5/8 full at most
 
 // A stretch [begin, end) of the keys and the numbering of its distinct ones. Its i-th distinct key has the place
 // begin + i, a number below that of every place of later stretches.
@@ -160,9 +165,16 @@ class Stretch {
     void number(const int64_t* keys, int64_t* inverse) {
         Numbering numbering = numbering_;  // a copy of its own: counting in shared memory is slow
         numbering.clear();
-        in_order(keys, begin_, end_, numbering, [&](int64_t i, Numbering::Start at) {
-            inverse[i] = static_cast<int64_t>(numbering.number(keys[i], at));
-        });
+        bool mostly_new = true;
+        for (int64_t first = begin_; first < end_; first += kGrain) {
+            const int64_t last = std::min(first + kGrain, end_);
+            const int64_t num_known = numbering.num_unique();
+            if (mostly_new)
+                number_some<true>(keys, first, last, numbering, inverse);
+            else
+                number_some<false>(keys, first, last, numbering, inverse);
+            mostly_new = numbering.num_unique() - num_known > (last - first) / 10 * 9;
+        }
         numbering_ = numbering;
     }
 
@@ -176,6 +188,14 @@ class Stretch {
     }
 
  private:
+    template <bool kMostlyNew>
+    static NESTPIPE_INLINE void number_some(const int64_t* keys, int64_t begin, int64_t end, Numbering& numbering,
+                                            int64_t* inverse) {
+        in_order(keys, begin, end, numbering, [&](int64_t i, Numbering::Start at) {
+            inverse[i] = static_cast<int64_t>(numbering.number<kMostlyNew>(keys[i], at));
+        });
+    }
+
     template <typename Use>
     static NESTPIPE_INLINE void in_order(const int64_t* keys, int64_t begin, int64_t end, const Numbering& numbering,
                                          Use&& use) {
