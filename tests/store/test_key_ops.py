@@ -1,7 +1,7 @@
 """Dedup and grouping by owner against the oracle.
 
-Fails, for example, if find_first_places looks a stretch up in later stretches too (drop its `break`), or if
-group_by_owner counts owners without the table's salt.
+Fails, for example, if number_places takes every key of a stretch for a new one (`is_new = true`), or if group_by_owner
+hashes without the table's salt.
 """
 
 import pytest
