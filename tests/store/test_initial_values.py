@@ -1,7 +1,7 @@
 """Initial rows: golden bits, the oracle, and nothing but (seed, table name, key) in them (E4).
 
-Fails, for example, if `hash` instead of `hash ^ seed_` starts the stream in InitialRecord::write_as; and, compiled for a
-processor that fuses multiply and add, without -ffp-contract=off.
+Fails, for example, if `hash` instead of `hash ^ seed_` starts the stream in InitialRecord::write_as; and, compiled for
+a processor that fuses multiply and add, without -ffp-contract=off.
 """
 
 import math
