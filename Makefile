@@ -14,8 +14,8 @@ install: .venv/installed ## create .venv and install the package, its dependenci
 
 .venv/installed: pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv .venv
-	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
 	@touch $@
 
 native: ## build the native library into the source tree (cmake and a C++17 compiler, no pip)
