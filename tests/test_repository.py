@@ -1,6 +1,7 @@
 """The repository keeps its own rules: import directions, small files, a document that names every file."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -82,3 +83,12 @@ def test_versions_agree() -> None:
     import nestpipe
 
     assert f"## {nestpipe.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["store.json", "store-h200-host.json"])
+def test_readme_figures_are_those_of_the_results(name: str) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for record in json.loads((ROOT / "benchmarks" / "results" / name).read_text())["records"]:
+        for field in ("gather_vs_index_select", "scatter_vs_index_copy", "unique_vs_torch"):
+            if field in record:
+                assert f"| {record[field]:.2f} |" in readme, f"{field} of {record}"
