@@ -1,0 +1,122 @@
+"""A batch: the keys of its features, its other inputs, its weight; checked when it is made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weight = float | Mapping[str, float]
+"""What a sum of losses is divided by: a number, or one for each named loss."""
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Lists of keys, one for each sample, one behind the other."""
+
+    values: Tensor
+    """[n] int64"""
+    offsets: Tensor
+    """[num_samples + 1] int64: sample s has values[offsets[s]:offsets[s + 1]]"""
+    weights: Tensor | None = None
+    """[n] floats: one for each key, used by pooling"""
+
+    @staticmethod
+    def from_lists(lists: Sequence[Sequence[int]]) -> "Jagged":
+        lengths = torch.tensor([0, *map(len, lists)], dtype=torch.int64)
+        return Jagged(torch.tensor([key for keys in lists for key in keys], dtype=torch.int64), lengths.cumsum(0))
+
+    @staticmethod
+    def one_each(values: Tensor) -> "Jagged":
+        """One key for each sample."""
+        return Jagged(values, torch.arange(len(values) + 1))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets.diff()
+
+    def take(self, samples: Tensor) -> "Jagged":
+        """The lists of these samples, in this order."""
+        lengths = self.lengths[samples]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        shift = self.offsets[:-1][samples] - offsets[:-1]
+        where = torch.arange(int(offsets[-1])) + torch.repeat_interleave(shift, lengths)
+        return Jagged(self.values[where], offsets, None if self.weights is None else self.weights[where])
+
+    def check(self, name: str) -> None:
+        for what, array in (("values", self.values), ("offsets", self.offsets)):
+            if not isinstance(array, Tensor) or array.dtype != torch.int64 or array.dim() != 1:
+                raise ValueError(
+                    f"feature {name!r}: {what} must be a 1-dimensional int64 tensor, got {_describe(array)}"
+                )
+        if len(self.offsets) == 0 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != len(self.values):
+            raise ValueError(
+                f"feature {name!r}: offsets must begin with 0 and end with {len(self.values)}, the number of keys, "
+                f"got {self.offsets[:1].tolist()} ... {self.offsets[-1:].tolist()}"
+            )
+        falls = (self.offsets.diff() < 0).nonzero()
+        if len(falls) > 0:
+            raise ValueError(f"feature {name!r}: offsets must not fall, but they do after sample {int(falls[0])}")
+        if self.weights is not None and (
+            self.weights.shape != self.values.shape or not self.weights.is_floating_point()
+        ):
+            raise ValueError(
+                f"feature {name!r}: weights must be floats, one for each of {len(self.values)} keys, "
+                f"got {_describe(self.weights)}"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that one rank trains on between two updates. It may be empty."""
+
+    keys: Mapping[str, Jagged]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    weight: Weight | None = None
+    """What the loss sums of this batch add to the divisor; None: the number of samples."""
+
+    def __post_init__(self) -> None:
+        for name, jagged in self.keys.items():
+            if not isinstance(jagged, Jagged):
+                raise ValueError(f"feature {name!r} must be a Jagged, got {_describe(jagged)}")
+            jagged.check(name)
+        sizes = self._sizes()
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the parts of a batch disagree about the number of samples: {sizes}")
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return next(iter(self._sizes().values()), 0)
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = {name: len(jagged) for name, jagged in self.keys.items()}
+        return sizes | {name: len(values) for name, values in self.inputs.items()}
+
+    def __getitem__(self, samples: Tensor | slice) -> "Batch":
+        """The batch of these samples, weighted by their number."""
+        if isinstance(samples, slice):
+            samples = torch.arange(len(self))[samples]
+        return Batch(
+            {name: jagged.take(samples) for name, jagged in self.keys.items()},
+            {name: values[samples] for name, values in self.inputs.items()},
+        )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """By name of the loss; a model that returns one unnamed sum has the name ''."""
+        if self.weight is None:
+            return {"": float(len(self))}
+        return dict(self.weight) if isinstance(self.weight, Mapping) else {"": float(self.weight)}
+
+
+def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
+    """Parts of nearly equal size, in order; the last ones are empty when there are too few samples."""
+    return [batch[samples] for samples in torch.arange(len(batch)).tensor_split(num_micro_batches)]
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,5 @@
+"""Ranks and what they exchange."""
+
+from nestpipe.distributed.world import World
+
+__all__ = ["World"]

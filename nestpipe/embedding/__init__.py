@@ -1,0 +1,1 @@
+"""Keys in, rows out, gradients back."""

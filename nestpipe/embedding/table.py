@@ -1,0 +1,85 @@
+"""Tables and the features that look into them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from nestpipe.embedding.row_optimizer import SGD, RowOptimizer, check_row_optimizer
+from nestpipe.store import TableSpec
+from nestpipe.store.init import Distribution, Normal
+
+
+@dataclass(frozen=True)
+class Table:
+    """A named set of rows of one dimension. Rows exist from the first step that uses them."""
+
+    name: str
+    dim: int
+    init: Distribution = field(default_factory=lambda: Normal(0.02))
+    optimizer: RowOptimizer = field(default_factory=lambda: SGD(0.01))
+    num_keys: int | None = None
+    """Keys are 0 .. num_keys - 1, and others are refused; None: any int64 is a key."""
+    frozen: bool = False
+    """Never updated; a key that was not imported keeps its initial row."""
+    dtype: torch.dtype = torch.float32
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.spec(seed=0)
+        check_row_optimizer(self.optimizer, self.dim)
+        if self.num_keys is not None and self.num_keys < 1:
+            raise ValueError(f"table {self.name!r}: num_keys is {self.num_keys}, must be at least 1")
+
+    def spec(self, seed: int) -> TableSpec:
+        """The table as the store sees it."""
+        width = 0 if self.frozen else self.optimizer.state_width(self.dim)
+        return TableSpec(
+            name=self.name,
+            dim=self.dim,
+            state_width=width,
+            initial_state=() if self.frozen else self.optimizer.initial_state(self.dim),
+            init=self.init,
+            dtype=self.dtype,
+            seed=seed,
+            max_rows=self.max_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A feature whose rows reach the model one by one, in the order of its keys."""
+
+    table: Table
+    padding_key: int | None = None
+    """Stands for no key: its place gets a row of zeros, and it has no row."""
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A feature whose rows are added up for each sample, weighted if the batch has weights. No keys: zeros."""
+
+    table: Table
+    mode: str = "sum"
+    """"sum", or "mean": the sum divided by the sum of the weights (by the number of keys without them)."""
+    padding_key: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("sum", "mean"):
+            raise ValueError(f"a pooled feature of table {self.table.name!r} has mode {self.mode!r}: 'sum' or 'mean'")
+
+
+Feature = Sequence | Pooled
+
+
+def tables_of(features: Mapping[str, Feature]) -> list[Table]:
+    """The tables of these features, by name; two different ones of one name are refused."""
+    tables: dict[str, Table] = {}
+    for name, feature in features.items():
+        table = tables.setdefault(feature.table.name, feature.table)
+        if table is not feature.table:
+            raise ValueError(
+                f"feature {name!r} has a table {table.name!r} that is not the one other features have under this "
+                "name; share one Table object, or give it another name"
+            )
+    return [tables[name] for name in sorted(tables)]

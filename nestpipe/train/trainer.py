@@ -1,0 +1,126 @@
+"""The Trainer: a thin layer on the pipeline's loop."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.data.batch import Batch
+from nestpipe.distributed.world import World
+from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.pipelining.pipeline import NonFiniteError, Pipeline, Step
+from nestpipe.store import HostStore
+from nestpipe.train.digest import digest
+from nestpipe.train.reducer import DenseReducer, gradients_are_finite
+
+DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class FitResult:
+    losses: list[float] = field(default_factory=list)
+    """of each step: the global batch's loss sums, each divided by its weight, added up"""
+    num_skipped: int = 0
+    """batches of weight 0"""
+
+
+class Trainer:
+    """Trains a model that returns a loss sum, or a dict of them, from (embeddings, inputs)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Mapping[str, Feature],
+        *,
+        dense_optimizer: DenseOptimizer,
+        world: World | None = None,
+        schedule: str = "serial",
+        num_micro_batches: int = 1,
+        window: str = "once",
+        seed: int = 0,
+        num_threads: int = 1,
+    ) -> None:
+        self.model = model
+        self.features = dict(features)
+        self.tables = tables_of(features)
+        self.world = world or World()
+        self.optimizer = dense_optimizer(model.parameters())
+        self.reducer = DenseReducer(model, self.world)
+        self.num_steps = 0
+        self.store = HostStore(num_threads)
+        for table in self.tables:
+            self.store.create_table(table.spec(seed))
+        self._options = {
+            "schedule": schedule,
+            "num_micro_batches": num_micro_batches,
+            "window": window,
+            "seed": seed,
+            "num_threads": num_threads,
+        }
+
+    def fit(self, batches: Iterable[Batch], steps: int | None = None) -> FitResult:
+        """Trains until the data ends on all ranks, or for `steps` more steps."""
+        result = FitResult()
+        with Pipeline(
+            self.features,
+            batches,
+            store=self.store,
+            world=self.world,
+            steps=steps,
+            first_step=self.num_steps,
+            **self._options,  # type: ignore[arg-type]
+        ) as pipeline:
+            for step in pipeline:
+                result.losses.append(self._train(step))
+                self.num_steps += 1
+            result.num_skipped = pipeline.num_skipped
+        return result
+
+    def digest(self) -> str:
+        return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
+
+    def _train(self, step: Step) -> float:
+        self.model.train()
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for micro_batch in step:
+            sums = loss_sums(self.model(micro_batch.embeddings, micro_batch.inputs), step.weights)
+            loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
+            loss.backward()
+            total += loss.detach().double()
+        finite = bool(total.isfinite()) and gradients_are_finite(self.reducer.parameters)
+        (failed,) = self.reducer.finish([not (finite and step.gradients_are_finite())])
+        if failed:
+            raise NonFiniteError(
+                f"step {step.number}: a loss or a gradient is not finite on some rank; nothing of this step was "
+                "applied. Lower the learning rate, clip gradients, or look for bad inputs in this batch"
+            )
+        self.optimizer.step()
+        step.update_rows()
+        self.world.all_reduce_sum(total)
+        return float(total)
+
+
+def loss_sums(returned: object, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """What a model returned, by name of the loss; refuses anything but scalar sums of the batch's names."""
+    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
+    sums: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the model returned {what} as its loss{f' {name!r}' if name else ''}; it must return the sum of the "
+                "samples' losses as a tensor without dimensions, or a dict of such sums"
+            )
+        sums[name] = value
+    if sums.keys() != weights.keys():
+        raise ValueError(
+            f"the model returned losses {sorted(sums)}, the batch has weights for {sorted(weights)}; they must agree"
+        )
+    return sums
+
+
+def _divided(loss_sum: Tensor, weight: float) -> Tensor:
+    """A loss that nothing in the global batch weighs in is no loss."""
+    return loss_sum / weight if weight > 0 else loss_sum * 0.0

@@ -1,0 +1,65 @@
+"""E3: every run equals plain PyTorch on the global batch, up to rounding, at 1, 2, 3 and 4 ranks.
+
+Fails, for example, if OwnerTable.gradient leaves a requester out, if Window.take returns a key's gradient after its
+first micro-batch instead of its last, or if Trainer divides by the rank's own weight.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from nestpipe.distributed import World
+from tests.exactness.cases import LAYOUTS, OPTIMIZERS, STEPS, Case, PlainTorch, global_batches, train
+from tests.ranks import run_ranks
+
+ALL = [
+    (size, Case(optimizer, layout, num_micro_batches))
+    for size, optimizer, layout, num_micro_batches in itertools.product((1, 2, 3, 4), OPTIMIZERS, LAYOUTS, (1, 4))
+]
+
+
+def pairwise(cases: list[tuple[int, Case]]) -> list[tuple[int, Case]]:
+    """A small part of the product in which every pair of values occurs."""
+    chosen, covered = [], set()
+    for size, case in cases:
+        values = (("r", size), ("o", case.optimizer), ("l", case.layout), ("n", case.num_micro_batches))
+        pairs = set(itertools.combinations(values, 2))
+        if len(pairs - covered) >= 3 or (pairs - covered and len(chosen) > len(cases) // 2):
+            chosen.append((size, case))
+            covered |= pairs
+    return chosen
+
+
+def name_of(value: object) -> str:
+    return f"{value.optimizer}-{value.layout}-N{value.num_micro_batches}" if isinstance(value, Case) else f"R{value}"
+
+
+def check(size: int, case: Case) -> None:
+    results = [train(World(), case)] if size == 1 else run_ranks(size, train, case)
+    plain = PlainTorch(case)
+    losses = [plain.step(batch) for batch in global_batches(STEPS)]
+    assert results[0][1] == pytest.approx(losses, rel=1e-10)
+    for name, expected in plain.model.state_dict().items():
+        assert_close(results[0][2][name], expected)
+    for name, expected in plain.rows.items():
+        keys = torch.cat([rows[name][0] for _, _, _, rows in results])
+        rows = torch.cat([rows[name][1] for _, _, _, rows in results])
+        assert len(keys) == len(set(keys.tolist()))
+        assert_close(rows, expected.detach()[keys])
+    assert len({digest for digest, *_ in results}) == 1
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() / expected.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("size", "case"), pairwise(ALL), ids=name_of)
+def test_equals_plain_torch(size: int, case: Case) -> None:
+    check(size, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "case"), ALL, ids=name_of)
+def test_equals_plain_torch_everywhere(size: int, case: Case) -> None:
+    check(size, case)
