@@ -90,10 +90,34 @@ def test_versions_agree() -> None:
     assert f"## {nestpipe.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["store.json", "store-h200-host.json"])
-def test_readme_figures_are_those_of_the_results(name: str) -> None:
+def results(name: str) -> list[dict[str, float]]:
+    records = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["records"]
+    assert isinstance(records, list)
+    return records
+
+
+def test_readme_figures_are_those_of_the_results() -> None:
+    """Line by line: what is measured, on both machines, with 1 and with 2 threads."""
     readme = (ROOT / "README.md").read_text()
-    for record in json.loads((ROOT / "benchmarks" / "results" / name).read_text())["records"]:
-        for field in ("gather_vs_index_select", "scatter_vs_index_copy", "unique_vs_torch"):
-            if field in record:
-                assert f"| {record[field]:.2f} |" in readme, f"{field} of {record}"
+    machines = [results("store.json"), results("store-h200-host.json")]
+
+    def figures(field: str, **where: object) -> str:
+        chosen = [
+            [r[field] for r in records if field in r and all(r.get(k) == v for k, v in where.items())]
+            for records in machines
+        ]
+        assert [len(of_machine) for of_machine in chosen] == [2, 2]
+        return " | ".join(f"{value:.2f}" for of_machine in chosen for value in of_machine)
+
+    for dim, ranks, what in ((64, 1, "dim 64"), (128, 1, "dim 128"), (64, 8, "dim 64, keys of one rank of 8")):
+        where = {"dim": dim, "ranks": ranks}
+        assert f"| gather, {what} | {figures('gather_vs_index_select', **where)} |" in readme
+        assert f"| scatter, {what} | {figures('scatter_vs_index_copy', **where)} |" in readme
+    for method, what in (("zipf_1.05", "Zipf 1.05"), ("random", "random")):
+        assert f"| unique, 1M {what} keys | {figures('unique_vs_torch', method=method)} |" in readme
+    for field, text in (
+        ("growth_slowdown", "{:.2f} and {:.2f} times"),
+        ("overhead_bytes_per_row", "{:.1f} and {:.1f} resident"),
+    ):
+        values = [next(r[field] for r in records if field in r) for records in machines]
+        assert text.format(*values) in readme

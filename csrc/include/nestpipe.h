@@ -14,8 +14,9 @@
  *
  * Threads
  *   Any function may be called from any thread at any time, except nestpipe_store_destroy, which must be the last
- *   call on its store. Per table, calls that read (gather, find, size, export, count, digest, memory) run side by side;
- * calls that write (scatter, import, erase, reserve) run alone, after the readers before them.
+ *   call on its store. Per table, calls that read (gather, find, size, export, count, digest, memory) run side by
+ *   side, calls that write (scatter, import, erase, reserve) alone. A reader that comes late may overtake a waiting
+ *   writer. A forked child may use a store only if no call on it was under way in another thread at the fork.
  */
 #ifndef NESTPIPE_H
 #define NESTPIPE_H
@@ -47,7 +48,8 @@ typedef enum nestpipe_status {
     NESTPIPE_OUT_OF_MEMORY = 2,
     NESTPIPE_TABLE_FULL = 3,   /* max_rows would be exceeded */
     NESTPIPE_TABLE_EXISTS = 4, /* a table of that name is already in the store */
-    NESTPIPE_INTERNAL = 5      /* a bug in this library */
+    NESTPIPE_CHANGED = 5,      /* the table was written to between two calls that belong together: begin again */
+    NESTPIPE_INTERNAL = 6      /* a bug in this library */
 } nestpipe_status;
 
 typedef enum nestpipe_dtype { NESTPIPE_FLOAT32 = 0, NESTPIPE_FLOAT64 = 1 } nestpipe_dtype;
@@ -55,7 +57,7 @@ typedef enum nestpipe_dtype { NESTPIPE_FLOAT32 = 0, NESTPIPE_FLOAT64 = 1 } nestp
 /* Initial rows. Column j of a key's initial row is a function of (seed, table name, key, j) and of nothing else. */
 typedef enum nestpipe_initial {
     NESTPIPE_CONSTANT = 0,        /* a */
-    NESTPIPE_UNIFORM = 1,         /* in (a, b) */
+    NESTPIPE_UNIFORM = 1,         /* between a and b */
     NESTPIPE_NORMAL = 2,          /* mean a, standard deviation b */
     NESTPIPE_TRUNCATED_NORMAL = 3 /* mean a, standard deviation b, nothing beyond a +- 2 b */
 } nestpipe_initial;
@@ -65,7 +67,7 @@ typedef struct nestpipe_table_spec {
     int64_t dim;                 /* columns of a row, >= 1 */
     int64_t state_width;         /* columns of its row state, >= 0 */
     const double* initial_state; /* state_width values, the same for every key */
-    int64_t max_rows;            /* 0: no limit of the caller's (the store's own is 2^32 - 2) */
+    int64_t max_rows;            /* 1 .. 2^32 - 2; 0: as many as that */
     uint64_t seed;
     double initial_a;
     double initial_b;
@@ -136,16 +138,18 @@ NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table,
 NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                             int64_t* num_erased);
 
-/* ---- pieces: the rows of buckets [first_bucket, end_bucket), in ascending order of the keys' hashes ---------- */
+/* ---- pieces: the rows of buckets [first_bucket, end_bucket), in ascending order of the keys' hashes ----------
+ * Each call passes once over the index of the whole table, so few large pieces are cheaper than many small ones. */
 
 NESTPIPE_API nestpipe_status nestpipe_count(nestpipe_store* store, int32_t table, int64_t first_bucket,
                                             int64_t end_bucket, int64_t* num_rows);
 
-/* num_rows must be what nestpipe_count gave.
- *   keys [num_rows], records [num_rows, dim + state_width] in records_bytes bytes, steps [num_rows] */
+/* Room for num_rooms rows, of which *num_rows are written: at least as many rooms as nestpipe_count says, and more
+ * while other threads write. NESTPIPE_CHANGED when they do not suffice: count again.
+ *   keys [num_rooms], records [num_rooms, dim + state_width] in records_bytes bytes, steps [num_rooms] */
 NESTPIPE_API nestpipe_status nestpipe_export(nestpipe_store* store, int32_t table, int64_t first_bucket,
-                                             int64_t end_bucket, int64_t num_rows, int64_t* keys, void* records,
-                                             int64_t records_bytes, int64_t* steps);
+                                             int64_t end_bucket, int64_t num_rooms, int64_t* keys, void* records,
+                                             int64_t records_bytes, int64_t* steps, int64_t* num_rows);
 
 /* Inserts or overwrites the rows of an exported piece; refused when a key is of another bucket or a step is
  * negative. */
@@ -163,7 +167,8 @@ NESTPIPE_API nestpipe_status nestpipe_digest(nestpipe_store* store, int32_t tabl
 
 /* Distinct keys in order of first occurrence.
  *   unique   [num_keys] room; the first *num_unique are written
- *   inverse  [num_keys] keys[i] == unique[inverse[i]] */
+ *   inverse  [num_keys] keys[i] == unique[inverse[i]]
+ * The three arrays must not overlap. The calling thread keeps the memory it worked in for its next call. */
 NESTPIPE_API nestpipe_status nestpipe_unique(const int64_t* keys, int64_t num_keys, int64_t* unique, int64_t* inverse,
                                              int64_t* num_unique, int32_t num_threads);
 

@@ -1,5 +1,6 @@
 // The C boundary: checks every argument, then calls; exceptions become status codes and text.
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -33,22 +34,24 @@ struct nestpipe_store {
 
 namespace {
 
-thread_local std::string last_error;
+thread_local char last_error[1024];  // not a string: saying that memory ran out must not need memory
+
+void say(const char* text) noexcept { std::snprintf(last_error, sizeof last_error, "%s", text); }
 
 template <typename Call>
 nestpipe_status guarded(Call&& call) noexcept {
     try {
-        last_error.clear();
+        last_error[0] = '\0';
         call();
         return NESTPIPE_OK;
     } catch (const Error& error) {
-        last_error = error.what();
+        say(error.what());
         return error.status();
     } catch (const std::bad_alloc&) {
-        last_error = "out of memory";
+        say("out of memory");
         return NESTPIPE_OUT_OF_MEMORY;
     } catch (const std::exception& error) {
-        last_error = error.what();
+        say(error.what());
         return NESTPIPE_INTERNAL;
     }
 }
@@ -68,7 +71,7 @@ void need_array(const void* pointer, int64_t count, const char* what) {
 }
 
 void need_count(int64_t count, const char* what) {
-    // 2^40 elements of anything are more than a machine holds; below it no product of sizes overflows.
+    // 2^40 elements of anything are more than a machine holds.
     if (count < 0 || count >= int64_t{1} << 40)
         refuse(std::string(what) + " is " + std::to_string(count) + ", must be 0 .. 2^40 - 1");
 }
@@ -79,11 +82,19 @@ void need_threads(int32_t num_threads) {
 }
 
 void need_bytes(const Table& table, int64_t num_rows, int64_t num_columns, int64_t bytes, const char* what) {
-    const int64_t needed = num_rows * num_columns * table.item_bytes();
+    int64_t needed;  // sizes within their limits can still multiply to more than 63 bits
+    const bool overflows = __builtin_mul_overflow(num_rows, num_columns * table.item_bytes(), &needed);
+    if (overflows) refuse(std::string(what) + " would have more than 2^63 bytes");
     if (bytes != needed)
         refuse(std::string(what) + " of table '" + table.name() + "' has " + std::to_string(bytes) + " bytes; " +
                std::to_string(num_rows) + " rows of " + std::to_string(num_columns) + " columns of " +
                std::to_string(table.item_bytes()) + " bytes need " + std::to_string(needed));
+}
+
+void need_apart(const void* a, const void* b, int64_t bytes, const char* what) {
+    const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
+    const auto distance = first < second ? second - first : first - second;
+    if (distance < static_cast<uintptr_t>(bytes)) refuse(std::string(what) + " overlap in memory; give each its own");
 }
 
 void need_buckets(int64_t first_bucket, int64_t end_bucket) {
@@ -99,7 +110,8 @@ void check_initial(const nestpipe_table_spec& spec, const std::string& where) {
         case NESTPIPE_CONSTANT:
             return;
         case NESTPIPE_UNIFORM:
-            if (spec.initial_a > spec.initial_b) refuse(where + "uniform initial values need low <= high");
+            if (spec.initial_a > spec.initial_b || !std::isfinite(spec.initial_b - spec.initial_a))
+                refuse(where + "uniform initial values need low <= high and a finite difference");
             return;
         case NESTPIPE_NORMAL:
         case NESTPIPE_TRUNCATED_NORMAL:
@@ -119,10 +131,13 @@ void check_spec(const nestpipe_table_spec& spec) {
         refuse(where + "dim is " + std::to_string(spec.dim) + ", must be 1 .. 2^20");
     if (spec.state_width < 0 || spec.state_width > kMostColumns)
         refuse(where + "state_width is " + std::to_string(spec.state_width) + ", must be 0 .. 2^20");
-    if (spec.max_rows < 0) refuse(where + "max_rows is " + std::to_string(spec.max_rows) + ", must be >= 0");
+    if (spec.max_rows < 0 || spec.max_rows > nestpipe::kMostRows)
+        refuse(where + "max_rows is " + std::to_string(spec.max_rows) + ", must be 0 .. 2^32 - 2");
     if (spec.dtype != NESTPIPE_FLOAT32 && spec.dtype != NESTPIPE_FLOAT64)
         refuse(where + "unknown dtype " + std::to_string(spec.dtype));
     need_array(spec.initial_state, spec.state_width, "initial_state");
+    for (int64_t j = 0; j < spec.state_width; ++j)
+        if (!std::isfinite(spec.initial_state[j])) refuse(where + "initial_state has a value that is not finite");
     check_initial(spec, where);
 }
 
@@ -135,7 +150,7 @@ uint64_t salt_of(const char* table_name) {
 
 int32_t nestpipe_abi_version(void) { return NESTPIPE_ABI_VERSION; }
 
-const char* nestpipe_last_error(void) { return last_error.c_str(); }
+const char* nestpipe_last_error(void) { return last_error; }
 
 nestpipe_status nestpipe_store_create(nestpipe_store** store) {
     return guarded([&] {
@@ -248,16 +263,18 @@ nestpipe_status nestpipe_count(nestpipe_store* store, int32_t table, int64_t fir
 }
 
 nestpipe_status nestpipe_export(nestpipe_store* store, int32_t table, int64_t first_bucket, int64_t end_bucket,
-                                int64_t num_rows, int64_t* keys, void* records, int64_t records_bytes, int64_t* steps) {
+                                int64_t num_rooms, int64_t* keys, void* records, int64_t records_bytes, int64_t* steps,
+                                int64_t* num_rows) {
     return guarded([&] {
         const Table& source = the_table(store, table);
         need_buckets(first_bucket, end_bucket);
-        need_count(num_rows, "num_rows");
-        need_array(keys, num_rows, "keys");
-        need_array(records, num_rows, "records");
-        need_array(steps, num_rows, "steps");
-        need_bytes(source, num_rows, source.num_columns(), records_bytes, "records");
-        source.export_piece(first_bucket, end_bucket, num_rows, keys, static_cast<char*>(records), steps);
+        need_count(num_rooms, "num_rooms");
+        need_array(keys, num_rooms, "keys");
+        need_array(records, num_rooms, "records");
+        need_array(steps, num_rooms, "steps");
+        need(num_rows, "num_rows");
+        need_bytes(source, num_rooms, source.num_columns(), records_bytes, "records");
+        *num_rows = source.export_piece(first_bucket, end_bucket, num_rooms, keys, static_cast<char*>(records), steps);
     });
 }
 
@@ -296,6 +313,10 @@ nestpipe_status nestpipe_unique(const int64_t* keys, int64_t num_keys, int64_t* 
         need_array(inverse, num_keys, "inverse");
         need(num_unique, "num_unique");
         need_threads(num_threads);
+        const int64_t bytes = num_keys * static_cast<int64_t>(sizeof(int64_t));
+        need_apart(keys, unique, bytes, "keys and unique");
+        need_apart(keys, inverse, bytes, "keys and inverse");
+        need_apart(unique, inverse, bytes, "unique and inverse");
         *num_unique = nestpipe::unique(keys, num_keys, unique, inverse, num_threads);
     });
 }

@@ -35,30 +35,30 @@ void Index::reserve(uint64_t rows) {
     rebuild(num_lines);
 }
 
-void Index::insert(uint64_t hash, uint32_t row) {
-    Place place = first_not_below(hash);
-    uint64_t inverse = ~hash;
+void Index::insert(uint64_t place, uint32_t row) {
+    Position at = first_not_below(place);
+    uint64_t inverse = ~place;
     uint32_t row_plus_one = row + 1;
     // A full line hands its largest on to the front of the next one, until one has room.
-    for (auto* line = const_cast<Line*>(place.line);; ++line, place.slot = 0) {
+    for (auto* line = const_cast<Line*>(at.line);; ++line, at.slot = 0) {
         const uint64_t last_inverse = line->inverse[kSlots - 1];
         const uint32_t last_row_plus_one = line->row_plus_one[kSlots - 1];
-        line->open(place.slot);
-        line->inverse[place.slot] = inverse;
-        line->row_plus_one[place.slot] = row_plus_one;
+        line->open(at.slot);
+        line->inverse[at.slot] = inverse;
+        line->row_plus_one[at.slot] = row_plus_one;
         if (last_row_plus_one == 0) return;
         inverse = last_inverse;
         row_plus_one = last_row_plus_one;
     }
 }
 
-uint32_t Index::erase(uint64_t hash) {
-    const Place place = first_not_below(hash);
-    auto* line = const_cast<Line*>(place.line);
-    if (line->inverse[place.slot] != ~hash || line->row_plus_one[place.slot] == 0) return kNoRow;
-    const uint32_t row = line->row_plus_one[place.slot] - 1;
+uint32_t Index::erase(uint64_t place) {
+    const Position at = first_not_below(place);
+    auto* line = const_cast<Line*>(at.line);
+    if (line->inverse[at.slot] != ~place || line->row_plus_one[at.slot] == 0) return kNoRow;
+    const uint32_t row = line->row_plus_one[at.slot] - 1;
     bool was_full = line->is_full();
-    line->close(place.slot);
+    line->close(at.slot);
     // A line that was full may have sent rows on to the next one; take the first of them back, and so on behind it.
     for (; was_full; ++line) {
         Line* next = line + 1;

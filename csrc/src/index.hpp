@@ -1,12 +1,12 @@
-// The index of a table: hash of a key -> number of its record.
+// The index of a table: place of a key -> number of its record.
 //
-// One sorted array with gaps, cut into cache lines of five slots. A hash h has its home in line h * num_lines / 2^64
-// and lives there or, when that line is full, in the first of the lines behind it that has room; slots are in ascending
-// order of hash all along the array, each line filled from its front. So
-//   - a probe compares the five hashes of a line without a branch and ends there nine times in ten, found or not;
+// A place is a 64-bit number that stands for one key: its hash, which is a bijection of the key, with the bucket's bits
+// last. The index is one sorted array of places with gaps, cut into cache lines of five slots. A place p has its home
+// in line p * num_lines / 2^64 and lives there or, when that line is full, in the first of the lines behind it that has
+// room; each line is filled from its front. So
+//   - a probe compares the five places of a line without a branch and ends there nine times in ten, found or not;
 //   - growing is one streaming pass, in order, that never looks at a key or a record;
-//   - a bucket, being a range of hashes, is a range of lines: export needs no other structure.
-// The hash is a bijection of the key, so the array holds the keys themselves and nothing has to be verified elsewhere.
+//   - nothing has to be verified elsewhere: the array holds the keys themselves.
 #pragma once
 
 #include <cstdint>
@@ -22,22 +22,22 @@ class Index {
 
     Index() { rebuild(kFirstLines); }
 
-    // The number of the record of `hash`, or kNoRow.
-    uint32_t find(uint64_t hash) const {
-        const Place place = first_not_below(hash);
-        const bool there = place.line->inverse[place.slot] == ~hash;
-        return there ? place.line->row_plus_one[place.slot] - 1 : kNoRow;  // an empty slot has 0, and 0 - 1 is kNoRow
+    // The number of the record of `place`, or kNoRow.
+    uint32_t find(uint64_t place) const {
+        const Position at = first_not_below(place);
+        const bool there = at.line->inverse[at.slot] == ~place;
+        return there ? at.line->row_plus_one[at.slot] - 1 : kNoRow;  // an empty slot has 0, and 0 - 1 is kNoRow
     }
 
-    void prefetch(uint64_t hash) const { nestpipe::prefetch(lines_ + home(hash)); }
+    void prefetch(uint64_t place) const { nestpipe::prefetch(lines_ + home(place)); }
 
     // Makes room for `rows` in all. May throw Error(NESTPIPE_OUT_OF_MEMORY); then nothing has changed.
     void reserve(uint64_t rows);
 
-    void insert(uint64_t hash, uint32_t row);  // the hash must be missing and its room reserved
-    uint32_t erase(uint64_t hash);             // the record it had, or kNoRow
+    void insert(uint64_t place, uint32_t row);  // the place must be missing and its room reserved
+    uint32_t erase(uint64_t place);             // the record it had, or kNoRow
 
-    // Calls visit(hash, row) for first <= hash <= last, ascending.
+    // Calls visit(place, row) for first <= place <= last, ascending.
     template <typename Visit>
     void for_each(uint64_t first, uint64_t last, Visit&& visit) const {
         auto [line, slot] = first_not_below(first);
@@ -55,7 +55,7 @@ class Index {
     static constexpr int kSlots = 5;
     static constexpr uint64_t kFirstLines = 64;
 
-    // Hashes are stored inverted: a fresh, zeroed slot then compares as larger than every hash.
+    // Places are stored inverted: a fresh, zeroed slot then compares as larger than every place.
     struct Line {
         uint64_t inverse[kSlots];
         uint32_t row_plus_one[kSlots];  // 0: empty
@@ -63,9 +63,9 @@ class Index {
 
         bool is_empty() const { return row_plus_one[0] == 0; }
         bool is_full() const { return row_plus_one[kSlots - 1] != 0; }
-        int count_below(uint64_t hash) const {
+        int count_below(uint64_t place) const {
             int count = 0;
-            for (int i = 0; i < kSlots; ++i) count += inverse[i] > ~hash;
+            for (int i = 0; i < kSlots; ++i) count += inverse[i] > ~place;
             return count;
         }
         void open(int slot);   // moves the slots from `slot` on one place back; the last one falls out
@@ -73,20 +73,20 @@ class Index {
     };
     static_assert(sizeof(Line) == 64);
 
-    struct Place {
+    struct Position {
         const Line* line;
         int slot;
     };
 
-    static uint64_t home(uint64_t hash, uint64_t num_lines) {
-        return static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * num_lines >> 64);
+    static uint64_t home(uint64_t place, uint64_t num_lines) {
+        return static_cast<uint64_t>(static_cast<unsigned __int128>(place) * num_lines >> 64);
     }
-    uint64_t home(uint64_t hash) const { return home(hash, num_lines_); }
+    uint64_t home(uint64_t place) const { return home(place, num_lines_); }
 
-    // Where `hash` is, or else where it would be inserted.
-    Place first_not_below(uint64_t hash) const {
-        for (const Line* line = lines_ + home(hash);; ++line)
-            if (const int slot = line->count_below(hash); slot < kSlots) return {line, slot};
+    // Where `place` is, or else where it would be inserted.
+    Position first_not_below(uint64_t place) const {
+        for (const Line* line = lines_ + home(place);; ++line)
+            if (const int slot = line->count_below(place); slot < kSlots) return {line, slot};
     }
 
     void rebuild(uint64_t num_lines);

@@ -79,8 +79,8 @@ constexpr double kCutoff = 2.0;                        // of the truncated norma
 constexpr double kBelowCutoff = 0.022750131948179209;  // normal distribution function at -2
 constexpr double kWithinCutoff = 0.95449973610364158;  // ... at 2, less that
 
-// In (0, 1), never an end of it: 53 bits, centred in their cell.
-double open_uniform(uint64_t bits) { return (static_cast<double>(bits >> 11) + 0.5) * 0x1p-53; }
+// In (0, 1), never an end of it: 52 bits, each in the middle of its cell; 53 would round the last cell up to 1.
+double open_uniform(uint64_t bits) { return (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52; }
 
 }  // namespace
 

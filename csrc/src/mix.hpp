@@ -33,6 +33,11 @@ constexpr uint64_t name_salt(std::string_view name) {
 constexpr uint64_t hash_key(int64_t key, uint64_t salt) { return mix64(static_cast<uint64_t>(key) ^ salt); }
 constexpr int64_t key_of_hash(uint64_t hash, uint64_t salt) { return static_cast<int64_t>(unmix64(hash) ^ salt); }
 
+// The index is ordered by the hash with its bucket last. A rank owns whole buckets, a checkpoint brings them one after
+// the other: whichever they are, their keys are spread evenly by the other 48 bits.
+constexpr uint64_t place_of_hash(uint64_t hash) { return hash << 16 | hash >> 48; }
+constexpr uint64_t hash_of_place(uint64_t place) { return place >> 16 | place << 48; }
+
 constexpr int64_t bucket_of_hash(uint64_t hash) { return static_cast<int64_t>(hash >> 48); }
 constexpr int64_t owner_of_hash(uint64_t hash, int64_t world_size) { return bucket_of_hash(hash) * world_size / 65536; }
 

@@ -1,6 +1,7 @@
 #include "region.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <limits>
@@ -14,15 +15,20 @@
 namespace nestpipe {
 
 namespace {
+size_t page() {
+    static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 }  // namespace
 
 Region::Region(size_t bytes) {
     if (bytes > std::numeric_limits<size_t>::max() / 2) throw Error(NESTPIPE_OUT_OF_MEMORY, "region too large");
-    bytes_ = round_up(bytes, 4096);
+    bytes_ = round_up(bytes, page());
     // Map up to one huge page more than needed and cut it to a huge page's boundary: only aligned 2 MiB can be huge.
-    const size_t alignment = bytes_ >= kHugePage ? kHugePage : 4096;
-    const size_t mapped = bytes_ + alignment - 4096;
+    const size_t alignment = bytes_ >= kHugePage ? kHugePage : page();
+    const size_t mapped = bytes_ + alignment - page();
     void* address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED)
         throw Error(NESTPIPE_OUT_OF_MEMORY, "out of memory: the system refused " + std::to_string(mapped) +

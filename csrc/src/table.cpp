@@ -14,9 +14,8 @@
 namespace nestpipe {
 
 namespace {
-constexpr int64_t kGrain = 4096;                  // keys a thread takes at a time
-constexpr int64_t kMostRows = Index::kNoRow - 1;  // record numbers are 32 bits, one of them means "none"
-constexpr int64_t kBlock = 1024;                  // keys looked up before their records are touched
+constexpr int64_t kGrain = 4096;  // keys a thread takes at a time
+constexpr int64_t kBlock = 1024;  // keys looked up before their records are touched
 
 // Uninitialised on purpose: every element is written before it is read.
 std::unique_ptr<uint32_t[]> row_numbers(int64_t count) {
@@ -30,7 +29,7 @@ Table::Table(const nestpipe_table_spec& spec)
       num_columns_(spec.dim + spec.state_width),
       item_bytes_(spec.dtype == NESTPIPE_FLOAT32 ? 4 : 8),
       record_bytes_(num_columns_ * item_bytes_),
-      max_rows_(spec.max_rows > 0 ? std::min(spec.max_rows, kMostRows) : kMostRows),
+      max_rows_(spec.max_rows > 0 ? spec.max_rows : kMostRows),
       has_limit_(spec.max_rows > 0),
       salt_(name_salt(name_)),
       initial_(spec, salt_),
@@ -43,18 +42,18 @@ Table::Table(const nestpipe_table_spec& spec)
 template <typename Use>
 void Table::in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_threads, const Use& use) const {
     parallel_for(num_keys, kGrain, num_threads, [&](int64_t begin, int64_t end) {
-        uint64_t hashes[kBlock];
+        uint64_t places[kBlock];
         uint32_t rows[kBlock];
         for (int64_t first = begin; first < end; first += kBlock) {
             const int64_t count = std::min(kBlock, end - first);
             in_two_steps(
                 0, count,
                 [&](int64_t i) {
-                    hashes[i] = hash(keys[first + i]);
-                    index_.prefetch(hashes[i]);
+                    places[i] = place(keys[first + i]);
+                    index_.prefetch(places[i]);
                 },
-                [&](int64_t i) { rows[i] = index_.find(hashes[i]); });
-            use(first, count, hashes, rows);
+                [&](int64_t i) { rows[i] = index_.find(places[i]); });
+            use(first, count, places, rows);
         }
         finish_streaming();
     });
@@ -66,7 +65,7 @@ void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, c
     const Copy copy = copy_for(static_cast<uint64_t>(num_keys) * bytes);
     ReadLock lock(mutex_);
     in_found_blocks(keys, num_keys, num_threads,
-                    [&](int64_t first, int64_t count, const uint64_t* hashes, const uint32_t* rows) {
+                    [&](int64_t first, int64_t count, const uint64_t* places, const uint32_t* rows) {
                         const auto fetch = [&](int64_t i) {
                             if (rows[i] == Index::kNoRow) return;
                             prefetch_lines(arena_.record(rows[i]), bytes);
@@ -78,7 +77,7 @@ void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, c
                             if (there)
                                 copy(target, arena_.record(rows[i]), bytes);
                             else
-                                initial_.write(hashes[i], target, num_columns);
+                                initial_.write(hash_of_place(places[i]), target, num_columns);
                             if (found != nullptr) found[first + i] = there;
                             if (steps != nullptr) steps[first + i] = there ? *arena_.step(rows[i]) : -1;
                         };
@@ -158,18 +157,19 @@ uint32_t Table::take_row() {
 // twice is found the second time.
 void Table::insert_missing(const int64_t* keys, int64_t num_keys, uint32_t* rows) {
     const int64_t num_used_before = num_used_;
+    const size_t num_blocks_before = arena_.num_blocks();
     std::vector<int64_t> inserted;
     const auto insert = [&](int64_t i) {
         if (rows[i] != Index::kNoRow) return;
-        const uint64_t key_hash = hash(keys[i]);
-        rows[i] = index_.find(key_hash);
+        const uint64_t key_place = place(keys[i]);
+        rows[i] = index_.find(key_place);
         if (rows[i] != Index::kNoRow) return;
         inserted.push_back(i);
         rows[i] = take_row();
-        index_.insert(key_hash, rows[i]);
+        index_.insert(key_place, rows[i]);
     };
     const auto fetch = [&](int64_t i) {
-        if (rows[i] == Index::kNoRow) index_.prefetch(hash(keys[i]));
+        if (rows[i] == Index::kNoRow) index_.prefetch(place(keys[i]));
     };
     try {
         in_two_steps(0, num_keys, fetch, insert);
@@ -178,10 +178,11 @@ void Table::insert_missing(const int64_t* keys, int64_t num_keys, uint32_t* rows
         for (auto i = inserted.rbegin(); i != inserted.rend(); ++i) {
             const uint32_t row = rows[*i];
             if (row == Index::kNoRow) continue;  // the one that failed
-            index_.erase(hash(keys[*i]));
+            index_.erase(place(keys[*i]));
             if (row < num_used_before) free_rows_.push_back(row);
         }
         num_used_ = num_used_before;
+        arena_.shrink(num_blocks_before);
         throw;
     }
 }
@@ -211,10 +212,11 @@ void Table::write_records(const uint32_t* rows, int64_t num_keys, const char* re
 
 int64_t Table::erase(const int64_t* keys, int64_t num_keys) {
     WriteLock lock(mutex_);
-    free_rows_.reserve(free_rows_.size() + static_cast<size_t>(std::min(num_keys, size_unlocked())));
+    const size_t most = free_rows_.size() + static_cast<size_t>(std::min(num_keys, size_unlocked()));
+    if (most > free_rows_.capacity()) free_rows_.reserve(std::max(most, 2 * free_rows_.capacity()));
     int64_t num_erased = 0;
     for (int64_t i = 0; i < num_keys; ++i) {
-        const uint32_t row = index_.erase(hash(keys[i]));
+        const uint32_t row = index_.erase(place(keys[i]));
         if (row == Index::kNoRow) continue;
         free_rows_.push_back(row);
         ++num_erased;
@@ -227,8 +229,14 @@ void Table::reserve(int64_t num_rows) {
         refuse("reserve of " + std::to_string(num_rows) + " rows in table '" + name_ +
                "': must be 0 .. max_rows = " + std::to_string(max_rows_));
     WriteLock lock(mutex_);
-    index_.reserve(static_cast<uint64_t>(num_rows));
+    const size_t num_blocks_before = arena_.num_blocks();
     arena_.reserve(static_cast<uint64_t>(num_rows));
+    try {
+        index_.reserve(static_cast<uint64_t>(num_rows));
+    } catch (...) {
+        arena_.shrink(num_blocks_before);
+        throw;
+    }
 }
 
 }  // namespace nestpipe

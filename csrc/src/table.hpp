@@ -15,6 +15,8 @@
 
 namespace nestpipe {
 
+constexpr int64_t kMostRows = Index::kNoRow - 1;  // record numbers are 32 bits, one of them means "none"
+
 class Table {
  public:
     explicit Table(const nestpipe_table_spec& spec);
@@ -30,8 +32,8 @@ class Table {
     void find(const int64_t* keys, int64_t num_keys, uint8_t* found, int32_t num_threads) const;
     int64_t size() const;
     int64_t count(int64_t first_bucket, int64_t end_bucket) const;
-    void export_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_rows, int64_t* keys, char* records,
-                      int64_t* steps) const;
+    int64_t export_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_rooms, int64_t* keys, char* records,
+                         int64_t* steps) const;
     void digest(uint8_t* sum, int32_t num_threads) const;
     nestpipe_memory_report memory() const;
 
@@ -45,12 +47,18 @@ class Table {
     using ReadLock = std::shared_lock<std::shared_mutex>;
     using WriteLock = std::unique_lock<std::shared_mutex>;
 
-    uint64_t hash(int64_t key) const { return hash_key(key, salt_); }
+    uint64_t place(int64_t key) const { return place_of_hash(hash_key(key, salt_)); }
+    int64_t key_of_place(uint64_t place) const { return key_of_hash(hash_of_place(place), salt_); }
     int64_t size_unlocked() const { return num_used_ - static_cast<int64_t>(free_rows_.size()); }
 
-    // use(first, count, hashes, rows): the keys from `first` on, their hashes, and their records or Index::kNoRow.
+    // use(first, count, places, rows): the keys from `first` on, their places in the index, and their records or
+    // Index::kNoRow.
     template <typename Use>
     void in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_threads, const Use& use) const;
+
+    // visit(bucket - first_bucket, hash, row), in ascending order of hash within each bucket.
+    template <typename Visit>
+    void for_each_of(int64_t first_bucket, int64_t end_bucket, Visit&& visit) const;
 
     // rows[i] becomes the record number of keys[i] or Index::kNoRow. Returns how many are missing.
     int64_t find_rows(const int64_t* keys, int64_t num_keys, uint32_t* rows, int32_t num_threads) const;

@@ -112,13 +112,15 @@ void test_pieces() {
         std::vector<int64_t> piece_keys(static_cast<size_t>(count)), steps(static_cast<size_t>(count));
         std::vector<float> records(static_cast<size_t>(count * kColumns));
         const auto bytes = static_cast<int64_t>(records.size() * sizeof(float));
-        OK(nestpipe_export(f.store, f.table, first, end, count, piece_keys.data(), records.data(), bytes,
-                           steps.data()));
+        int64_t num_rows;
+        OK(nestpipe_export(f.store, f.table, first, end, count, piece_keys.data(), records.data(), bytes, steps.data(),
+                           &num_rows));
+        CHECK(num_rows == count);
         OK(nestpipe_import(g.store, g.table, first, end, count, piece_keys.data(), records.data(), bytes, steps.data(),
                            2));
-        REFUSED(NESTPIPE_INVALID_ARGUMENT, "was the table written to since",
+        REFUSED(NESTPIPE_CHANGED, "count again",
                 nestpipe_export(f.store, f.table, first, end, count - 1, piece_keys.data(), records.data(),
-                                bytes - kColumns * 4, steps.data()));
+                                bytes - kColumns * 4, steps.data(), &num_rows));
         if (first > 0)
             REFUSED(NESTPIPE_INVALID_ARGUMENT, "outside [0, 1)",
                     nestpipe_import(g.store, g.table, 0, 1, count, piece_keys.data(), records.data(), bytes,
@@ -146,6 +148,20 @@ void test_full_table_changes_nothing() {
     REFUSED(NESTPIPE_TABLE_FULL, "'item' is full", f.scatter({-5}, 1.0f, 2));
     REFUSED(NESTPIPE_INVALID_ARGUMENT, "max_rows", nestpipe_table_reserve(f.store, f.table, 1001));
     OK(nestpipe_table_reserve(f.store, f.table, 1000));
+}
+
+void test_sizes_that_overflow() {
+    Fixture f;
+    const std::vector<double> state(1 << 20);
+    nestpipe_table_spec spec = small_table("wide", 1 << 20, 1 << 20);
+    spec.dtype = NESTPIPE_FLOAT64;
+    spec.initial_state = state.data();
+    int32_t wide;
+    OK(nestpipe_table_create(f.store, &spec, &wide));
+    const int64_t key = 1;
+    double out[1];
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "more than 2^63 bytes",
+            nestpipe_gather(f.store, wide, &key, (int64_t{1} << 40) - 1, 1 << 21, out, INT64_MIN, nullptr, nullptr, 1));
 }
 
 void test_refusals() {
@@ -187,6 +203,7 @@ void test_refusals() {
             nestpipe_gather(f.store, f.table, &key, 1, kDim, nullptr, 12, nullptr, nullptr, 1));
     REFUSED(bad, "num_columns is 4", nestpipe_gather(f.store, f.table, &key, 1, 4, record, 16, nullptr, nullptr, 1));
     REFUSED(bad, "found is a null pointer", nestpipe_find(f.store, f.table, &key, 1, nullptr, 1));
+    REFUSED(bad, "overlap in memory", nestpipe_unique(&key, 1, &number, &number, &number, 1));
     REFUSED(bad, "not a range", nestpipe_count(f.store, f.table, 5, 4, &number));
     REFUSED(bad, "not a range", nestpipe_count(f.store, f.table, 0, 65537, &number));
     REFUSED(bad, "digest is a null pointer", nestpipe_digest(f.store, f.table, nullptr, 1));
@@ -206,6 +223,7 @@ int main() {
     test_erase_reuses_records();
     test_pieces();
     test_full_table_changes_nothing();
+    test_sizes_that_overflow();
     test_refusals();
     return 0;
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
 from nestpipe.bench.pairs import compare
 from nestpipe.bench.report import Record
-from nestpipe.store import HostStore, TableSpec, unique
+from nestpipe.store import HostStore, TableSpec, group_by_owner, unique
 
 SEED = 1
 NUM_PAIRS = 25
@@ -23,8 +23,8 @@ MEGA = 1_000_000
 def records(quick: bool) -> Iterator[Record]:
     scale = 50 if quick else 1
     num_pairs = 3 if quick else NUM_PAIRS
-    for dim in (64, 128):
-        yield from _gather_and_scatter(4 * MEGA // scale, dim, KEYS_A_CALL // scale, num_pairs)
+    for dim, ranks in ((64, 1), (128, 1), (64, 8)):
+        yield from _gather_and_scatter(4 * MEGA // scale, dim, ranks, KEYS_A_CALL // scale, num_pairs)
     for name, keys in (("zipf_1.05", zipf_keys(MEGA // scale)), ("random", random_keys(MEGA // scale))):
         for threads in (1, 2):
             yield _unique(name, keys, threads, num_pairs)
@@ -35,6 +35,15 @@ def records(quick: bool) -> Iterator[Record]:
 def random_keys(num_keys: int) -> Tensor:
     generator = np.random.default_rng(SEED)
     return torch.from_numpy(generator.integers(-(2**63), 2**63, num_keys, dtype=np.int64))
+
+
+def owned_keys(num_keys: int, ranks: int) -> Tensor:
+    """Random keys that the last of the ranks owns."""
+    if ranks == 1:
+        return random_keys(num_keys)
+    keys = random_keys(num_keys * ranks * 21 // 20)
+    order, counts = group_by_owner(TABLE, keys, ranks)
+    return keys[order[-int(counts[-1]) :]][:num_keys].contiguous()
 
 
 def zipf_keys(num_keys: int, skew: float = 1.05, num_ranks: int = 10 * MEGA) -> Tensor:
@@ -52,10 +61,14 @@ def _huge_page_tensor(num_rows: int, dim: int) -> Tensor:
 
 
 class _Both:
-    """The same rows in a store and in a tensor; key i is row i of the tensor."""
+    """The same rows in a store and in a tensor; key i is row i of the tensor.
 
-    def __init__(self, num_rows: int, dim: int, keys_a_call: int) -> None:
-        self.keys = random_keys(num_rows)
+    With several ranks, the keys are those that one of them owns.
+    """
+
+    def __init__(self, num_rows: int, dim: int, keys_a_call: int, ranks: int = 1) -> None:
+        self.generator = np.random.default_rng(SEED)
+        self.keys = owned_keys(num_rows, ranks)
         self.rows = _huge_page_tensor(num_rows, dim)
         self.store = HostStore(num_threads=2)
         self.store.create_table(TableSpec(TABLE, dim))
@@ -71,11 +84,11 @@ class _Both:
 
     def draw(self) -> None:
         """Positions at random, with repeats."""
-        self.positions = torch.randint(len(self.keys), (len(self.out),))
+        self.positions = torch.from_numpy(self.generator.integers(len(self.keys), size=len(self.out)))
         self.call_keys = self.keys[self.positions]
 
     def draw_distinct(self) -> None:
-        drawn = np.random.default_rng().choice(len(self.keys), len(self.out), replace=False, shuffle=True)
+        drawn = self.generator.choice(len(self.keys), len(self.out), replace=False, shuffle=True)
         self.positions = torch.from_numpy(drawn)
         self.call_keys = self.keys[self.positions]
 
@@ -92,8 +105,8 @@ class _Both:
         self.rows.index_copy_(0, self.positions, self.out)
 
 
-def _gather_and_scatter(num_rows: int, dim: int, keys_a_call: int, num_pairs: int) -> Iterator[Record]:
-    both = _Both(num_rows, dim, keys_a_call)
+def _gather_and_scatter(num_rows: int, dim: int, ranks: int, keys_a_call: int, num_pairs: int) -> Iterator[Record]:
+    both = _Both(num_rows, dim, keys_a_call, ranks)
     for threads in (1, 2):
         both.use_threads(threads)
         gather = compare(both.gather, both.index_select, num_pairs, prepare=both.draw)
@@ -101,6 +114,7 @@ def _gather_and_scatter(num_rows: int, dim: int, keys_a_call: int, num_pairs: in
         yield {
             "dim": dim,
             "threads": threads,
+            "ranks": ranks,
             "num_rows": num_rows,
             "num_pairs": num_pairs,
             "seed": SEED,

@@ -1,5 +1,6 @@
 """`nestpipe bench NAME`: runs a benchmark, writes its records, checks them against the targets."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,8 @@ def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: 
         raise typer.BadParameter("--quick has no thresholds; leave out one of --quick and --check")
     if not path.parent.is_dir():
         raise typer.BadParameter(f"the folder {path.parent} of --json does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} of --json cannot be written")
     try:
         targets = load_targets(name) if check else []
     except FileNotFoundError as error:

@@ -36,9 +36,7 @@ class DictStore:
         return len(self._table(table).rows)
 
     def reserve(self, table: str, num_rows: int) -> None:
-        max_rows = self.spec(table).max_rows or 2**32 - 2
-        if not 0 <= num_rows <= max_rows:
-            raise ValueError(f"reserve of {num_rows} rows in table {table!r}: must be 0 .. max_rows = {max_rows}")
+        check.check_reserve(self.spec(table), num_rows)
 
     def gather(
         self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
@@ -122,7 +120,7 @@ class DictStore:
         if spec.max_rows is not None and len(rows.keys() | set(keys.tolist())) > spec.max_rows:
             raise TableFullError(f"table {table!r} is full: it may hold max_rows = {spec.max_rows} rows")
         for key, record, step in zip(keys.tolist(), records, steps.tolist(), strict=True):
-            rows[key] = (record.clone(), step)
+            rows[key] = (record.detach().clone(), step)
 
 
 def unique(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,14 @@
 import ctypes
 import weakref
 from ctypes import byref, c_double, c_int32, c_int64, c_uint8, c_void_p
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
-from nestpipe.store.native import NativeMemoryReport, NativeSpec, call, pointer
+from nestpipe.store.native import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
 
 
 class HostStore:
@@ -19,13 +20,15 @@ class HostStore:
     """
 
     def __init__(self, num_threads: int = 1) -> None:
-        if not 1 <= num_threads <= 1024:
-            raise ValueError(f"num_threads is {num_threads}, must be 1 .. 1024")
-        self.num_threads = num_threads
+        self.num_threads = check.check_threads(num_threads)
         self._store = c_void_p()
         call("store_create", byref(self._store))
-        weakref.finalize(self, call, "store_destroy", self._store)
+        finalizer = weakref.finalize(self, call, "store_destroy", self._store)
+        finalizer.atexit = False  # at exit a daemon thread may still be in a call; the process's end frees all
         self._tables: dict[str, tuple[int, TableSpec]] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a HostStore cannot be copied or pickled; export its tables, and import them into another one")
 
     def create_table(self, spec: TableSpec) -> None:
         a, b = spec.init.parameters
@@ -55,6 +58,7 @@ class HostStore:
         return num_rows.value
 
     def reserve(self, table: str, num_rows: int) -> None:
+        check.check_reserve(self.spec(table), num_rows)
         call("table_reserve", *self._handle(table), num_rows)
 
     def gather(
@@ -114,25 +118,31 @@ class HostStore:
         return num_rows.value
 
     def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece:
-        spec = self.spec(table)
-        num_rows = self.count(table, first_bucket, end_bucket)
-        piece = Piece(
-            torch.empty(num_rows, dtype=torch.int64),
-            torch.empty(num_rows, spec.num_columns, dtype=spec.dtype),
-            torch.empty(num_rows, dtype=torch.int64),
-        )
+        while True:
+            count = self.count(table, first_bucket, end_bucket)
+            try:  # with room for what other threads insert meanwhile
+                return self._export(table, first_bucket, end_bucket, count + count // 8 + 1024)
+            except TableChangedError:
+                continue
+
+    def _export(self, table: str, first_bucket: int, end_bucket: int, num_rooms: int) -> Piece:
+        spec, num_rows = self.spec(table), c_int64()
+        keys, steps = torch.empty(num_rooms, dtype=torch.int64), torch.empty(num_rooms, dtype=torch.int64)
+        records = torch.empty(num_rooms, spec.num_columns, dtype=spec.dtype)
         call(
             "export",
             *self._handle(table),
             first_bucket,
             end_bucket,
-            num_rows,
-            pointer(piece.keys),
-            pointer(piece.records),
-            piece.records.nbytes,
-            pointer(piece.steps),
+            num_rooms,
+            pointer(keys),
+            pointer(records),
+            records.nbytes,
+            pointer(steps),
+            byref(num_rows),
         )
-        return piece
+        written = slice(num_rows.value)
+        return Piece(keys[written], records[written], steps[written])
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
         check.check_buckets(first_bucket, end_bucket)

@@ -21,7 +21,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between `low` and `high`, both excluded."""
+    """Uniform between `low` and `high`; rounded to the table's dtype, a value may equal one of them."""
 
     low: float
     high: float

@@ -5,6 +5,7 @@ table's dtype; all are contiguous and in host memory.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -15,6 +16,8 @@ from torch import Tensor
 from nestpipe.store.init import Constant, Distribution, Normal, TruncatedNormal, Uniform
 
 NUM_BUCKETS = 65536
+MOST_ROWS = 2**32 - 2
+"""of one table on one rank"""
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -37,30 +40,30 @@ class TableSpec:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         where = f"table {self.name!r}: "
-        if not self.name or "\0" in self.name:
-            raise ValueError(f"a table's name must not be empty or contain a NUL character, got {self.name!r}")
-        if not 1 <= self.dim <= 2**20:
-            raise ValueError(f"{where}dim is {self.dim}, must be 1 .. 2^20")
-        if not 0 <= self.state_width <= 2**20:
-            raise ValueError(f"{where}state_width is {self.state_width}, must be 0 .. 2^20")
+        check_integer(f"{where}dim", self.dim, 1, 2**20)
+        check_integer(f"{where}state_width", self.state_width, 0, 2**20)
+        check_integer(f"{where}seed", self.seed, 0, 2**64 - 1)
+        if self.max_rows is not None:
+            check_integer(f"{where}max_rows", self.max_rows, 1, MOST_ROWS)
         if self.initial_state and len(self.initial_state) != self.state_width:
             raise ValueError(
                 f"{where}{len(self.initial_state)} initial_state values for state_width {self.state_width}"
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"{where}dtype is {self.dtype}, must be torch.float32 or torch.float64")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"{where}seed is {self.seed}, must be 0 .. 2^64 - 1")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"{where}max_rows is {self.max_rows}, must be at least 1, or None for no limit")
+        if not all(math.isfinite(value) for value in self.initial_state):
+            raise ValueError(f"{where}initial_state has a value that is not finite")
         self._check_init(where)
 
     def _check_init(self, where: str) -> None:
         if not all(math.isfinite(value) for value in self.init.parameters):
             raise ValueError(f"{where}{self.init} has a parameter that is not finite")
-        if isinstance(self.init, Uniform) and self.init.low > self.init.high:
-            raise ValueError(f"{where}{self.init} needs low <= high")
+        if isinstance(self.init, Uniform):
+            width = self.init.high - self.init.low
+            if width < 0 or not math.isfinite(width):
+                raise ValueError(f"{where}{self.init} needs low <= high and a finite difference")
         if isinstance(self.init, Normal | TruncatedNormal) and self.init.std < 0:
             raise ValueError(f"{where}{self.init} needs std >= 0")
 
@@ -147,6 +150,27 @@ class Store(Protocol):
     def memory(self, table: str) -> MemoryReport: ...
 
 
+def check_integer(what: str, value: int, low: int, high: int) -> int:
+    """Native code would cut a number that is too large, silently; a float or a bool is a mistake."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{what} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{what} is {value}, must be {low} .. {high}")
+    return operator.index(value)
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a table's name must be a string, got {name!r}")
+    if not name or "\0" in name:
+        raise ValueError(f"a table's name must not be empty or contain a NUL character, got {name!r}")
+    name.encode()  # a lone surrogate is no text
+
+
+def check_threads(num_threads: int) -> int:
+    return check_integer("num_threads", num_threads, 1, 1024)
+
+
 def check_array(what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
     """Refuses what native code could not read. None in `shape` stands for any size."""
     if not isinstance(array, Tensor):
@@ -159,8 +183,10 @@ def check_array(what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[in
     fits = array.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, array.shape, strict=True))
     if not fits:
         raise ValueError(f"{what} must have shape {wanted}, got {list(array.shape)}")
-    if not array.is_contiguous():
-        raise ValueError(f"{what} must be contiguous; call .contiguous()")
+    if array.layout != torch.strided or not array.is_contiguous() or array.is_neg():
+        raise ValueError(f"{what} must be contiguous and dense; call .resolve_neg().contiguous()")
+    if array.data_ptr() % array.element_size() != 0:
+        raise ValueError(f"{what} must be aligned in memory to its elements; call .clone()")
 
 
 def check_keys(keys: Tensor) -> int:
@@ -170,13 +196,18 @@ def check_keys(keys: Tensor) -> int:
 
 
 def check_buckets(first_bucket: int, end_bucket: int) -> None:
+    check_integer("first_bucket", first_bucket, 0, NUM_BUCKETS)
+    check_integer("end_bucket", end_bucket, 0, NUM_BUCKETS)
     if not 0 <= first_bucket <= end_bucket <= NUM_BUCKETS:
         raise ValueError(f"buckets [{first_bucket}, {end_bucket}) are not a range within 0 .. {NUM_BUCKETS}")
 
 
 def check_step(step: int) -> None:
-    if not 0 <= step < 2**63:
-        raise ValueError(f"step is {step}, must be 0 .. 2^63 - 1")
+    check_integer("step", step, 0, 2**63 - 1)
+
+
+def check_reserve(spec: TableSpec, num_rows: int) -> None:
+    check_integer(f"reserve in table {spec.name!r}: num_rows", num_rows, 0, spec.max_rows or MOST_ROWS)
 
 
 def check_piece(spec: TableSpec, piece: Piece) -> int:
@@ -193,4 +224,6 @@ def check_out(spec: TableSpec, out: Tensor | None, num_keys: int, rows_only: boo
     if out is None:
         return torch.empty(shape, dtype=spec.dtype)
     check_array("out", out, spec.dtype, shape)
+    if out.requires_grad:
+        raise ValueError("out must not require a gradient: it is overwritten; pass out.detach()")
     return out

@@ -5,7 +5,7 @@ from ctypes import byref, c_int64
 import torch
 from torch import Tensor
 
-from nestpipe.store.interface import check_array, check_keys
+from nestpipe.store.interface import NUM_BUCKETS, check_array, check_integer, check_keys, check_name, check_threads
 from nestpipe.store.native import call, pointer
 
 
@@ -15,6 +15,7 @@ def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None
     `out`: memory for both, as long as `keys`, to be used again from call to call; the first result is a view of it.
     """
     num_keys = check_keys(keys)
+    check_threads(num_threads)
     distinct, inverse = out if out is not None else (torch.empty_like(keys), torch.empty_like(keys))
     for array in (distinct, inverse):
         check_array("out", array, torch.int64, [num_keys])
@@ -25,9 +26,9 @@ def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None
 
 def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
     """Positions of the keys, owner rank 0's first, in the given order within an owner; and how many each owner has."""
+    check_name(table)
+    check_integer("world_size", world_size, 1, NUM_BUCKETS)
     num_keys = check_keys(keys)
-    if not 1 <= world_size <= 65536:
-        raise ValueError(f"world_size is {world_size}, must be 1 .. 65536")
     order, counts = torch.empty_like(keys), torch.empty(world_size, dtype=torch.int64)
     call("group_by_owner", table.encode(), pointer(keys), num_keys, world_size, pointer(order), pointer(counts))
     return order, counts
@@ -35,6 +36,7 @@ def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, T
 
 def hash_keys(table: str, keys: Tensor) -> Tensor:
     """mix64(key, table name) as int64 bit patterns. The top 16 bits are the key's bucket."""
+    check_name(table)
     num_keys = check_keys(keys)
     hashes = torch.empty_like(keys)
     call("hash", table.encode(), pointer(keys), num_keys, pointer(hashes))

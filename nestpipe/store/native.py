@@ -12,6 +12,10 @@ ABI_VERSION = 1
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
+class TableChangedError(RuntimeError):
+    """A table was written to between two calls that belong together; nothing was done."""
+
+
 class NativeSpec(ctypes.Structure):
     _fields_ = (
         ("name", c_char_p),
@@ -54,7 +58,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "find": (*_TABLE, *_KEYS, c_void_p, c_int32),
     "erase": (*_TABLE, *_KEYS, POINTER(c_int64)),
     "count": (*_TABLE, *_BUCKETS, POINTER(c_int64)),
-    "export": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p),
+    "export": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, POINTER(c_int64)),
     "import": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "digest": (*_TABLE, POINTER(c_uint8), c_int32),
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
@@ -62,12 +66,13 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "hash": (c_char_p, *_KEYS, c_void_p),
 }
 
-_INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS = 1, 2, 3, 4
+_INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS, _CHANGED = 1, 2, 3, 4, 5
 _EXCEPTIONS: dict[int, type[Exception]] = {
     _INVALID_ARGUMENT: ValueError,
     _OUT_OF_MEMORY: MemoryError,
     _TABLE_FULL: TableFullError,
     _TABLE_EXISTS: ValueError,
+    _CHANGED: TableChangedError,
 }
 
 

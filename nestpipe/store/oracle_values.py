@@ -147,7 +147,7 @@ def normal_quantile(p: float) -> float:
 
 
 def _value(distribution: init.Distribution, bits: int) -> float:
-    u = (float(bits >> 11) + 0.5) * 2.0**-53
+    u = (float(bits >> 12) + 0.5) * 2.0**-52
     a, b = distribution.parameters
     if isinstance(distribution, init.Uniform):
         return a + (b - a) * u

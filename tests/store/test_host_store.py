@@ -1,5 +1,6 @@
 """What the native store refuses, and that a refusal changes nothing; threads, forks, memory."""
 
+import copy
 import multiprocessing
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nestpipe.bench.memory import resident_bytes
-from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, init, native
+from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, group_by_owner, init, native
 from nestpipe.store.interface import check_array
 
 
@@ -24,6 +25,7 @@ def store() -> HostStore:
 
 KEYS = torch.arange(3)
 RECORDS = torch.ones(3, 6)
+MISALIGNED = torch.frombuffer(bytearray(25), dtype=torch.int64, offset=1)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +44,20 @@ RECORDS = torch.ones(3, 6)
         (lambda s: s.gather("item", KEYS, out=torch.empty(3, 4)), ValueError, "shape [3, 6], got [3, 4]"),
         (lambda s: s.gather("item", KEYS.to("meta")), ValueError, "must be in host memory"),
         (lambda s: s.count("item", 3, 2), ValueError, "not a range within 0 .. 65536"),
-        (lambda s: s.export_piece("item", -1, 2), ValueError, "not a range"),
+        (lambda s: s.export_piece("item", -1, 2), ValueError, "first_bucket is -1"),
+        (lambda s: s.count("item", 0.0, 5), TypeError, "first_bucket must be an integer, got 0.0"),
         (lambda s: s.import_piece("item", 0, 1, Piece(KEYS, RECORDS, KEYS)), ValueError, "outside [0, 1)"),
         (lambda s: s.import_piece("item", 0, 65536, Piece(KEYS, RECORDS, -KEYS - 1)), ValueError, "is negative"),
-        (lambda s: s.reserve("item", 2**33), ValueError, "reserve of"),
-        (lambda s: s.reserve("item", -1), ValueError, "reserve of -1 rows"),
+        (lambda s: s.reserve("item", 2**33), ValueError, "reserve in table 'item': num_rows is 8589934592"),
+        (lambda s: s.reserve("item", 2**64 + 5), ValueError, "must be 0 .. 4294967294"),
+        (lambda s: s.reserve("item", -1), ValueError, "num_rows is -1"),
+        (lambda s: s.scatter("item", KEYS, RECORDS, 1.5), TypeError, "step must be an integer, got 1.5"),
+        (lambda s: s.scatter("item", KEYS, RECORDS, True), TypeError, "step must be an integer, got True"),
+        (lambda s: s.scatter("item", KEYS, torch._neg_view(RECORDS), 0), ValueError, "contiguous and dense"),
+        (lambda s: s.gather("item", KEYS, out=RECORDS.clone().requires_grad_()), ValueError, "require a gradient"),
+        (lambda s: s.gather("item", MISALIGNED), ValueError, "aligned in memory"),
+        (lambda s: copy.copy(s), TypeError, "cannot be copied or pickled"),
+        (lambda s: HostStore(1.5), TypeError, "num_threads must be an integer"),
         (lambda s: HostStore(num_threads=0), ValueError, "num_threads is 0"),
         (lambda s: TableSpec("", 4), ValueError, "must not be empty"),
         (lambda s: TableSpec("t", 0), ValueError, "dim is 0"),
@@ -54,6 +65,11 @@ RECORDS = torch.ones(3, 6)
         (lambda s: TableSpec("t", 4, dtype=torch.float16), ValueError, "must be torch.float32 or torch.float64"),
         (lambda s: TableSpec("t", 4, init=init.Normal(-1.0)), ValueError, "needs std >= 0"),
         (lambda s: TableSpec("t", 4, init=init.Uniform(1.0, 0.0)), ValueError, "needs low <= high"),
+        (lambda s: TableSpec("t", 4, init=init.Uniform(-1.7e308, 1.7e308)), ValueError, "a finite difference"),
+        (lambda s: TableSpec("t", 4, 1, (float("inf"),)), ValueError, "initial_state has a value that is not finite"),
+        (lambda s: TableSpec("t", 2.0), TypeError, "dim must be an integer, got 2.0"),
+        (lambda s: TableSpec("t", 4, max_rows=2**64 + 1), ValueError, "max_rows is"),
+        (lambda s: TableSpec("a\0b", 4), ValueError, "NUL character"),
         (lambda s: TableSpec("t", 4, init=init.Constant(float("nan"))), ValueError, "not finite"),
         (lambda s: TableSpec("t", 4, seed=-1), ValueError, "seed is -1"),
         (lambda s: TableSpec("t", 4, max_rows=0), ValueError, "max_rows is 0"),
@@ -107,6 +123,88 @@ def test_out_of_memory_is_refused() -> None:
     assert done.returncode == 0, done.stderr
     assert "refused: out of memory: the system refused" in done.stdout
     assert "still good" in done.stdout
+
+
+REFUSED_RESERVE = """
+import resource, torch
+from nestpipe.store import HostStore, TableSpec
+store = HostStore()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**30,) * 2)
+for name, dim in (("wide", 2**14), ("narrow", 1)):  # no room for the records; room for them, none for the index
+    store.create_table(TableSpec(name, dim))
+    store.scatter(name, torch.arange(10), torch.ones(10, dim), step=0)
+    before = store.memory(name)
+    try:
+        store.reserve(name, 2**32 - 2)
+    except MemoryError:
+        assert store.memory(name) == before
+        print(name, "refused")
+"""
+
+
+def test_refused_reserve_maps_nothing() -> None:
+    """Fails if Table::reserve leaves the arena larger when there is no memory for the index."""
+    done = subprocess.run([sys.executable, "-c", REFUSED_RESERVE], capture_output=True, text=True, check=False)
+    assert done.stdout == "wide refused\nnarrow refused\n", done.stderr
+
+
+EXIT_DURING_A_CALL = """
+import threading, time, torch
+from nestpipe.store import HostStore, TableSpec
+store = HostStore(num_threads=2)
+store.create_table(TableSpec("item", 64))
+keys = torch.arange(200_000)
+store.scatter("item", keys, torch.ones(200_000, 64), step=0)
+def read():
+    while True:
+        store.gather("item", keys)
+threading.Thread(target=read, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_exit_while_a_thread_is_in_a_call() -> None:
+    """Fails, by a segmentation fault, if the store is destroyed at the interpreter's exit."""
+    done = subprocess.run([sys.executable, "-c", EXIT_DURING_A_CALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_keys_of_one_owner() -> None:
+    """A rank has the keys of its buckets only. Fails, by its timeout, if the index is ordered by the bucket's bits."""
+    keys = torch.arange(1_500_000)
+    order, counts = group_by_owner("item", keys, 8)
+    owned = keys[order.split(counts.tolist())[5]]
+    store = HostStore()
+    store.create_table(TableSpec("item", 4))
+    store.scatter("item", owned, torch.ones(len(owned), 4), step=0)
+    assert store.find("item", owned).all()
+    copy_of_store = HostStore()
+    copy_of_store.create_table(TableSpec("item", 4))
+    for first in range(40_000, 50_000, 1000):  # bucket after bucket, as a checkpoint brings them
+        copy_of_store.import_piece("item", first, first + 1000, store.export_piece("item", first, first + 1000))
+    assert copy_of_store.size("item") == store.count("item", 40_000, 50_000) > 0
+
+
+def test_export_beside_a_writer(store: HostStore) -> None:
+    """Fails if export_piece does not begin again when rows were inserted after its count."""
+    stop = threading.Event()
+
+    def write() -> None:
+        for first in range(0, 10**9, 50):
+            if stop.is_set():
+                return
+            store.scatter("item", torch.arange(first, first + 50), torch.ones(50, 6), step=1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        sizes = [len(store.export_piece("item", 0, 65536).keys) for _ in range(30)]
+    finally:
+        stop.set()
+        writer.join()
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > sizes[0]
 
 
 def test_results_do_not_depend_on_threads() -> None:

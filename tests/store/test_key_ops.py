@@ -41,6 +41,17 @@ def test_unique_into_given_memory() -> None:
         unique(keys, 1, (out[0], out[1][1:]))
 
 
+def test_unique_refuses_memory_that_overlaps() -> None:
+    keys = torch.randint(-(2**62), 2**62, (40_000,))
+    out = torch.empty_like(keys)
+    both = torch.empty(40_001, dtype=torch.int64)
+    for distinct, inverse in ((out, out), (both[1:], both[:-1]), (keys, out), (out, keys)):
+        with pytest.raises(ValueError, match="overlap in memory"):
+            unique(keys, 2, (distinct, inverse))
+    with pytest.raises(ValueError, match="num_threads is 4294967297"):
+        unique(keys, 2**32 + 1)
+
+
 @given(keys=KEY_LISTS, world_size=st.integers(1, 9))
 def test_group_by_owner(keys: list[int], world_size: int) -> None:
     tensor = torch.tensor(keys, dtype=torch.int64)
@@ -68,5 +79,7 @@ def test_hashes() -> None:
         hash_key(key, "größe") for key in keys.tolist()
     ]
     assert mix64(1) == 0x5692161D100B05E5
+    with pytest.raises(ValueError, match="NUL character"):
+        hash_keys("item\0x", keys)
     with pytest.raises(ValueError, match="world_size is 0"):
         group_by_owner("item", keys, 0)
