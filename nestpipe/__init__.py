@@ -1,7 +1,32 @@
 """Synchronous training of recommendation models whose embedding tables live in host memory."""
 
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.distributed.world import World
+from nestpipe.embedding import row_optimizer as rows
+from nestpipe.embedding.embeddings import Embeddings
+from nestpipe.embedding.row_optimizer import RowOptimizer
+from nestpipe.embedding.table import Pooled, Sequence, Table
+from nestpipe.pipelining.pipeline import NonFiniteError, pipeline
 from nestpipe.store import init
+from nestpipe.train.reducer import DenseReducer
+from nestpipe.train.trainer import Trainer
 
-__all__ = ["__version__", "init"]
+__all__ = [
+    "Batch",
+    "DenseReducer",
+    "Embeddings",
+    "Jagged",
+    "NonFiniteError",
+    "Pooled",
+    "RowOptimizer",
+    "Sequence",
+    "Table",
+    "Trainer",
+    "World",
+    "__version__",
+    "init",
+    "pipeline",
+    "rows",
+]
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """The loop over steps and micro-batches, for a user's own loop and for the Trainer alike."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,7 +14,7 @@ from nestpipe.embedding.buffer import Buffer, retrieve_rows, update_rows, write_
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
-from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.embedding.window import WINDOWS, Window
 from nestpipe.store import HostStore
 
@@ -98,7 +98,7 @@ class Pipeline:
         features: Mapping[str, Feature],
         batches: Iterable[Batch],
         *,
-        store: HostStore,
+        store: HostStore | None = None,
         world: World | None = None,
         schedule: str = "serial",
         num_micro_batches: int = 1,
@@ -115,7 +115,8 @@ class Pipeline:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}, must be at least 1")
         self.features = dict(features)
-        self.store = store
+        self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
+        """holds the rows; give it to the next pipeline to go on with them"""
         self.world = world or World()
         self.window = window
         self.seed = seed
@@ -161,6 +162,14 @@ class Pipeline:
 
 
 pipeline = Pipeline
+
+
+def make_store(tables: Sequence[Table], seed: int, num_threads: int) -> HostStore:
+    """A store with these tables, empty."""
+    store = HostStore(num_threads)
+    for table in tables:
+        store.create_table(table.spec(seed))
+    return store
 
 
 def seed_generators(*purpose: int) -> None:

@@ -1,9 +1,12 @@
 """The dense gradients of all ranks, summed in buckets whose order is fixed."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
 from nestpipe.distributed.world import World
+from nestpipe.pipelining.pipeline import NonFiniteError, Step
 
 
 class DenseReducer:
@@ -18,20 +21,35 @@ class DenseReducer:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buckets = _buckets(self.parameters, bucket_bytes)
 
-    def finish(self, flags: list[bool] | None = None) -> list[bool]:
-        """Call it after the last backward. Returns, for each flag, whether any rank raised it."""
-        flags = flags or []
+    def overlap(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around the backward of a micro-batch. Serial: the buckets wait for finish."""
+        return nullcontext()
+
+    def finish(self, step: Step | None = None, is_finite: bool = True) -> None:
+        """Call it after the last backward and before the optimizer's step.
+
+        Raises NonFiniteError on every rank when, on any of them, a dense gradient or a gradient of `step`'s rows is not
+        finite, or `is_finite` is False.
+        """
+        is_finite = is_finite and gradients_are_finite(self.parameters)
+        if step is not None:
+            is_finite = is_finite and step.gradients_are_finite()
         used = [parameter.grad is not None for parameter in self.parameters]
-        numbers = torch.tensor([*used, *flags], dtype=torch.float64)
+        numbers = torch.tensor([*used, not is_finite], dtype=torch.float64)
         self.world.all_reduce_sum(numbers)
-        any_used, any_flags = numbers[: len(used)] > 0, numbers[len(used) :] > 0
+        *any_used, any_failed = (numbers > 0).tolist()
+        if any_failed:
+            where = f"step {step.number}: " if step is not None else ""
+            raise NonFiniteError(
+                f"{where}a loss or a gradient is not finite on some rank; nothing of this step was applied. Lower the "
+                "learning rate, clip gradients, or look for bad inputs in this batch"
+            )
         if self.world.size > 1:
             for bucket in self.buckets:
                 self._reduce(bucket)
-        for parameter, is_used in zip(self.parameters, any_used.tolist(), strict=True):
+        for parameter, is_used in zip(self.parameters, any_used, strict=True):
             if not is_used:
                 parameter.grad = None
-        return any_flags.tolist()
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]

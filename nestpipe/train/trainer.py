@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from nestpipe.data.batch import Batch
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
-from nestpipe.pipelining.pipeline import NonFiniteError, Pipeline, Step
-from nestpipe.store import HostStore
+from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
 from nestpipe.train.digest import digest
-from nestpipe.train.reducer import DenseReducer, gradients_are_finite
+from nestpipe.train.reducer import DenseReducer
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,9 +47,7 @@ class Trainer:
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.num_steps = 0
-        self.store = HostStore(num_threads)
-        for table in self.tables:
-            self.store.create_table(table.spec(seed))
+        self.store = make_store(self.tables, seed, num_threads)
         self._options = {
             "schedule": schedule,
             "num_micro_batches": num_micro_batches,
@@ -89,13 +86,7 @@ class Trainer:
             loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
             loss.backward()
             total += loss.detach().double()
-        finite = bool(total.isfinite()) and gradients_are_finite(self.reducer.parameters)
-        (failed,) = self.reducer.finish([not (finite and step.gradients_are_finite())])
-        if failed:
-            raise NonFiniteError(
-                f"step {step.number}: a loss or a gradient is not finite on some rank; nothing of this step was "
-                "applied. Lower the learning rate, clip gradients, or look for bad inputs in this batch"
-            )
+        self.reducer.finish(step, is_finite=bool(total.isfinite()))
         self.optimizer.step()
         step.update_rows()
         self.world.all_reduce_sum(total)

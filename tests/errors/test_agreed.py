@@ -1,0 +1,116 @@
+"""Errors that all ranks hear of at the same step: each rank raises, nothing of the step stays, and fit works again.
+
+Fails, for example, if Pipeline._next_request raises instead of returning the error (the other rank then waits until the
+process group's timeout), or if DenseReducer.finish heeds the flag of its own rank only.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nestpipe import Batch, Jagged, NonFiniteError, World
+from nestpipe.embedding.route import RankError
+from tests.exactness.cases import Case, global_batches, make_trainer, share_of
+from tests.ranks import run_ranks
+
+CASE = Case("adagrad", "pooled_sum", 2, steps=6)
+BAD_STEP = 3
+
+
+class BrokenFileError(Exception):
+    pass
+
+
+def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
+    for number, batch in enumerate(batches):
+        if number != BAD_STEP:
+            yield batch
+        elif kind == "reader":
+            raise BrokenFileError("part 7 is truncated")
+        elif kind == "key":
+            tags = batch.keys["tags"]
+            values = torch.cat([tags.values[:-1], torch.tensor([999])])
+            yield replace(batch, keys={**batch.keys, "tags": replace(tags, values=values)})
+        elif kind == "feature":
+            yield replace(batch, keys={"items": batch.keys["items"], "tagz": batch.keys["tags"]})
+        elif kind == "dense_nan":
+            yield batch
+        elif kind == "nan":
+            yield replace(batch, inputs={"label": batch.inputs["label"] * float("nan")})
+        elif kind == "offsets":
+            items = batch.keys["items"]
+            yield replace(batch, keys={**batch.keys, "items": Jagged(items.values, items.offsets.flip(0))})
+        elif kind == "dtype":
+            items = batch.keys["items"]
+            yield replace(batch, keys={**batch.keys, "items": Jagged(items.values.int(), items.offsets)})
+
+
+def fail_and_go_on(world: World, kind: str) -> tuple[str, str, float, bool, int]:
+    """What was raised, its text, after how long; whether rows are as after the last good step; steps in the end."""
+    batches = share_of(global_batches(CASE.steps), world)
+    bad_rank = world.size - 1
+    expected = make_trainer(world, CASE)
+    expected.fit(batches[:BAD_STEP])
+    trainer = make_trainer(world, CASE)
+    spoils = kind == "dense_nan" and world.rank == bad_rank  # in a dense gradient: no row carries it to the other rank
+    hook = trainer.model.second.register_hook(
+        lambda g: g * float("nan") if spoils and trainer.num_steps == BAD_STEP else g
+    )
+    started = time.perf_counter()
+    try:
+        trainer.fit(spoiled(batches, kind) if world.rank == bad_rank else batches)
+        raised: Exception = AssertionError("nothing was raised")
+    except Exception as error:
+        raised = error
+    seconds = time.perf_counter() - started
+    unchanged = trainer.digest() == expected.digest()
+    hook.remove()
+    trainer.fit(batches[BAD_STEP:])
+    return type(raised).__name__, str(raised), seconds, unchanged, trainer.num_steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("reader", BrokenFileError, "part 7 is truncated"),
+        ("key", ValueError, "key 999 is outside 0 .. 59, the keys of table 'tag' (num_keys = 60)"),
+        ("feature", ValueError, "missing ['tags'], unknown ['tagz']"),
+        ("offsets", ValueError, "feature 'items': offsets must begin with 0"),
+        ("dtype", ValueError, "feature 'items': values must be a 1-dimensional int64 tensor, got torch.int32"),
+        ("dense_nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
+        ("nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
+    ],
+)
+def test_every_rank_raises_and_goes_on(size: int, kind: str, error: type[Exception], text: str) -> None:
+    results = [fail_and_go_on(World(), kind)] if size == 1 else run_ranks(size, fail_and_go_on, kind)
+    for rank, (name, message, seconds, unchanged, num_steps) in enumerate(results):
+        is_bad = rank == size - 1
+        assert name == (error if is_bad or error is NonFiniteError else RankError).__name__, message
+        assert text in message
+        if not is_bad and error is not NonFiniteError:
+            assert f"rank {size - 1} failed: {error.__name__}: " in message
+        assert seconds < 10
+        assert unchanged
+        assert num_steps == CASE.steps
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (torch.ones(3), "returned a tensor of shape [3] as its loss"),
+        (None, "returned NoneType as its loss"),
+        ({"click": torch.ones(())}, "returned losses ['click'], the batch has weights for ['']"),
+    ],
+)
+def test_models_that_return_no_sum(returned: object, text: str) -> None:
+    trainer = make_trainer(World(), CASE)
+    trainer.model.forward = lambda *_: returned
+    with pytest.raises(ValueError, match=re.escape(text)):
+        trainer.fit(global_batches(1))
+    assert trainer.num_steps == 0
+    assert trainer.store.size("item") == 0
