@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,10 @@ from nestpipe.data.batch import Batch
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
+from nestpipe.train.check_split import check_first_batch
+from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
+from nestpipe.train.loss import loss_sums
 from nestpipe.train.reducer import DenseReducer
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -37,6 +41,7 @@ class Trainer:
         schedule: str = "serial",
         num_micro_batches: int = 1,
         window: str = "once",
+        check_split: bool = True,
         seed: int = 0,
         num_threads: int = 1,
     ) -> None:
@@ -46,6 +51,9 @@ class Trainer:
         self.world = world or World()
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
+        self.seed = seed
+        self.check_split = check_split
+        """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.num_steps = 0
         self.store = make_store(self.tables, seed, num_threads)
         self._options = {
@@ -59,6 +67,8 @@ class Trainer:
     def fit(self, batches: Iterable[Batch], steps: int | None = None) -> FitResult:
         """Trains until the data ends on all ranks, or for `steps` more steps."""
         result = FitResult()
+        if self.check_split:
+            batches = check_first_batch(batches, self.model, self.features, self.store)
         with Pipeline(
             self.features,
             batches,
@@ -73,6 +83,14 @@ class Trainer:
                 self.num_steps += 1
             result.num_skipped = pipeline.num_skipped
         return result
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint, on all ranks together; the one that was there stays good until this one is complete."""
+        save(self, Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Goes on where `save` left off, exactly, at the same world size."""
+        load(self, Path(path))
 
     def digest(self) -> str:
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
@@ -91,25 +109,6 @@ class Trainer:
         step.update_rows()
         self.world.all_reduce_sum(total)
         return float(total)
-
-
-def loss_sums(returned: object, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """What a model returned, by name of the loss; refuses anything but scalar sums of the batch's names."""
-    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
-    sums: dict[str, Tensor] = {}
-    for name, value in named.items():
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"the model returned {what} as its loss{f' {name!r}' if name else ''}; it must return the sum of the "
-                "samples' losses as a tensor without dimensions, or a dict of such sums"
-            )
-        sums[name] = value
-    if sums.keys() != weights.keys():
-        raise ValueError(
-            f"the model returned losses {sorted(sums)}, the batch has weights for {sorted(weights)}; they must agree"
-        )
-    return sums
 
 
 def _divided(loss_sum: Tensor, weight: float) -> Tensor:

@@ -1,0 +1,88 @@
+"""Whether a model may be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.data.batch import Batch
+from nestpipe.distributed.world import World
+from nestpipe.embedding.buffer import retrieve_rows
+from nestpipe.embedding.embeddings import Embeddings
+from nestpipe.embedding.request import make_request
+from nestpipe.embedding.route import route_keys
+from nestpipe.embedding.table import Feature
+from nestpipe.embedding.window import Window
+from nestpipe.store import HostStore
+from nestpipe.train.loss import loss_sums
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def check_first_batch(
+    batches: Iterable[Batch], model: nn.Module, features: Mapping[str, Feature], store: HostStore
+) -> Iterator[Batch]:
+    """The batches; the first with two samples or more is checked before it is handed on."""
+    checked = False
+    for batch in batches:
+        if not checked and len(batch) >= 2:
+            check_split(model, features, batch, store)
+            checked = True
+        yield batch
+
+
+def check_split(model: nn.Module, features: Mapping[str, Feature], batch: Batch, store: HostStore) -> None:
+    """Compares the loss sums of a batch and of its halves; leaves the model, its buffers and the generators alone."""
+    dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    were_training = [module.training for module in dropouts]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    generator = torch.get_rng_state()
+    try:
+        for module in dropouts:
+            module.eval()
+        with torch.no_grad():
+            whole, halves = (_sums(model, features, batch, store, n) for n in (1, 2))
+    finally:
+        for module, was_training in zip(dropouts, were_training, strict=True):
+            module.train(was_training)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        torch.set_rng_state(generator)
+    tolerance = max(TOLERANCE[feature.table.dtype] for feature in features.values())
+    for name, expected in whole.items():
+        if not math.isfinite(expected):
+            continue  # another fault, which the step itself names
+        if not abs(expected - halves[name]) <= tolerance * max(abs(expected), abs(halves[name]), 1e-6):
+            raise ValueError(_refusal(model, name, expected, halves[name]))
+
+
+def _sums(
+    model: nn.Module, features: Mapping[str, Feature], batch: Batch, store: HostStore, num_parts: int
+) -> dict[str, float]:
+    """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
+    request = make_request(features, batch, num_parts, world_size=1)
+    route = route_keys(request, len(request.tables), World())
+    assert route is not None
+    window = Window(route, retrieve_rows(route, store), World())
+    totals: dict[str, float] = {}
+    for i in range(num_parts):
+        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.bring(i).items()}
+        returned = model(Embeddings(features, request.placed[i], leaves), request.inputs[i])
+        for name, value in loss_sums(returned, request.weights).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def _refusal(model: nn.Module, name: str, whole: float, halves: float) -> str:
+    norms = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)})
+    causes = [
+        f"{', '.join(norms)} mixes the samples of a batch" if norms else "",
+        "the model returns a mean instead of a sum" if abs(halves - 2 * whole) < 0.2 * abs(whole) else "",
+        "it uses the other samples of the batch (in-batch negatives, batch statistics, the batch's padded length)",
+    ]
+    return (
+        f"the loss{f' {name!r}' if name else ''} of a batch is {whole:.6g}, but {halves:.6g} when the batch is cut in two"
+        f": this model cannot be trained in micro-batches. Likely: {'; or '.join(cause for cause in causes if cause)}. "
+        "Make the loss a sum over samples, each computed alone, or switch the check off with check_split=False"
+    )

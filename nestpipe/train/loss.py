@@ -1,0 +1,24 @@
+"""What a model returns: loss sums, by name."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def loss_sums(returned: object, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """What a model returned, by name of the loss; refuses anything but scalar sums of the batch's names."""
+    named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
+    sums: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the model returned {what} as its loss{f' {name!r}' if name else ''}; it must return the sum of the "
+                "samples' losses as a tensor without dimensions, or a dict of such sums"
+            )
+        sums[name] = value
+    if sums.keys() != weights.keys():
+        raise ValueError(
+            f"the model returned losses {sorted(sums)}, the batch has weights for {sorted(weights)}; they must agree"
+        )
+    return sums

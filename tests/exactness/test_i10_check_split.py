@@ -1,0 +1,105 @@
+"""I10: a model that mixes samples is refused, with the likely cause, before anything is trained; others are left alone.
+
+Fails, for example, if check_split compares nothing (`tolerance = 1e9`), or if it leaves Dropout in training mode.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nestpipe import NonFiniteError, World
+from tests.exactness.cases import Case, SmallModel, global_batches, make_trainer
+from tests.ranks import run_ranks
+
+CASE = Case("sgd", "pooled_sum", 2, steps=3)
+
+
+class Mean(SmallModel):
+    def forward(self, embeddings, inputs) -> Tensor:
+        return super().forward(embeddings, inputs) / len(inputs["label"])
+
+
+class BatchNorm(SmallModel):
+    def __init__(self, dims) -> None:
+        super().__init__(dims)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+
+    def dense(self, parts, label) -> Tensor:
+        return super().dense([self.norm(torch.cat(parts, dim=1))], label)
+
+
+class BatchCentred(SmallModel):
+    def dense(self, parts, label) -> Tensor:
+        return super().dense([part - part.mean(0) for part in parts], label)
+
+
+class Dropout(SmallModel):
+    def __init__(self, dims) -> None:
+        super().__init__(dims)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def dense(self, parts, label) -> Tensor:
+        self.seen += len(label)
+        return super().dense([self.dropout(part) for part in parts], label)
+
+
+def trainer_of(world: World, model_class: type[SmallModel], check_split: bool = True):
+    trainer = make_trainer(world, CASE)
+    trainer.model = model_class({name: feature.table.dim for name, feature in trainer.features.items()})
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
+    trainer.reducer.parameters = list(trainer.model.parameters())
+    trainer.check_split = check_split
+    return trainer
+
+
+def refusal(world: World, model_class: type[SmallModel]) -> tuple[str, int]:
+    trainer = trainer_of(world, model_class)
+    try:
+        trainer.fit(global_batches(CASE.steps))
+    except (ValueError, RuntimeError) as error:
+        return str(error), trainer.store.size("item")
+    return "", trainer.store.size("item")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("model_class", "text"),
+    [
+        (Mean, "the model returns a mean instead of a sum"),
+        (BatchNorm, "BatchNorm1d mixes the samples of a batch"),
+        (BatchCentred, "it uses the other samples of the batch"),
+    ],
+)
+def test_refused(size: int, model_class: type[SmallModel], text: str) -> None:
+    results = [refusal(World(), model_class)] if size == 1 else run_ranks(size, refusal, model_class)
+    for message, num_rows in results:
+        assert "when the batch is cut in two: this model cannot be trained in micro-batches" in message
+        assert text in message
+        assert num_rows == 0
+
+
+def test_dropout_is_no_reason_and_nothing_is_left_behind() -> None:
+    """The run is the same, dropout and buffers included, with the check and without it."""
+    digests = []
+    for check_split in (True, False):
+        trainer = trainer_of(World(), Dropout, check_split)
+        torch.manual_seed(1)
+        trainer.fit(global_batches(CASE.steps))
+        digests.append((trainer.digest(), torch.rand(1).item(), trainer.model.dropout.training))
+    assert digests[0] == digests[1]
+
+
+def test_a_loss_that_is_not_finite_is_not_blamed_on_the_split() -> None:
+    trainer = trainer_of(World(), SmallModel)
+    batch = global_batches(1)[0]
+    with pytest.raises(NonFiniteError, match="step 0"):
+        trainer.fit([replace(batch, inputs={"label": batch.inputs["label"] * float("nan")})])
+
+
+def test_can_be_switched_off() -> None:
+    trainer = trainer_of(World(), BatchCentred, check_split=False)
+    assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps

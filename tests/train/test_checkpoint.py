@@ -1,0 +1,133 @@
+"""Save and load: an exact continuation, and a failure that leaves what was there.
+
+Fails, for example, if save writes rows without their state (export columns [:, :dim]), or if it removes the old folder
+before the new one is complete.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestpipe import World
+from nestpipe.train.checkpoint import CheckpointError
+from tests.exactness.cases import Case, global_batches, make_trainer, share_of
+from tests.ranks import run_ranks
+
+CASE = Case("adam", "shared", 2, steps=8)
+
+
+def continue_from(world: World, path: Path) -> tuple[str, str]:
+    """Digest of eight steps in one go; of four, a save, a load into a new trainer, and four more."""
+    batches = share_of(global_batches(CASE.steps), world)
+    whole = make_trainer(world, CASE)
+    whole.fit(batches)
+    first = make_trainer(world, CASE)
+    first.fit(batches[:2])
+    first.save(path)
+    first.fit(batches[2:4])
+    first.save(path)  # over the one that is there
+    second = make_trainer(world, CASE)
+    second.load(path)
+    second.fit(batches[4:])
+    return whole.digest(), second.digest()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_continues_exactly(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    results = [continue_from(World(), path)] if size == 1 else run_ranks(size, continue_from, path)
+    assert all(whole == continued for whole, continued in results)
+    assert [child.name for child in tmp_path.iterdir()] == ["save"]
+
+
+def failed_save(world: World, path: Path) -> tuple[str, bool]:
+    """The disk is full when the last rank writes: what every rank raised, and whether the old save is good."""
+    trainer = make_trainer(world, CASE)
+    batches = share_of(global_batches(CASE.steps), world)
+    trainer.fit(batches[:2])
+    trainer.save(path)
+    digest = trainer.digest()
+    trainer.fit(batches[2:])
+    message = ""
+    original = torch.save
+
+    def full_disk(content: object, file: Path) -> None:
+        original(content, file)
+        if file.name == f"rank{world.size - 1}.pt":
+            raise OSError(28, "No space left on device", str(file))
+
+    torch.save = full_disk
+    try:
+        trainer.save(path)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        torch.save = original
+    again = make_trainer(world, CASE)
+    again.load(path)
+    return message, again.digest() == digest
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_full_disk_leaves_the_old_one(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    results = [failed_save(World(), path)] if size == 1 else run_ranks(size, failed_save, path)
+    for message, old_is_good in results:
+        assert f"rank {size - 1}: OSError" in message
+        assert "No space left on device" in message
+        assert old_is_good
+    assert [child.name for child in tmp_path.iterdir()] == ["save"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer(World(), CASE)
+    with pytest.raises(CheckpointError, match=r"saving to .*file/save failed: rank 0: .*Not a directory"):
+        trainer.save(tmp_path / "file" / "save")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    trainer = make_trainer(World(), CASE)
+    trainer.fit(global_batches(2))
+    trainer.save(tmp_path / "save")
+    return tmp_path / "save"
+
+
+def truncate(path: Path) -> None:
+    file = path / "rank0.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edit_manifest(path: Path, **values: object) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | values))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (truncate, "rank0.pt is damaged or of another save"),
+        (lambda path: (path / "dense.pt").write_bytes(b"something else"), "dense.pt is damaged"),
+        (lambda path: (path / "rank0.pt").unlink(), "No such file"),
+        (lambda path: (path / "manifest.json").unlink(), "is no complete checkpoint"),
+        (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
+        (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
+        (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 in this trainer"),
+        (lambda path: edit_manifest(path, format=99), "format is 99 in the checkpoint"),
+        (lambda path: edit_manifest(path, tables={}), "tables is {} in the checkpoint"),
+        (lambda path: shutil.move(path, path.with_name("save.previous")), "save.previous holds the save before it"),
+    ],
+)
+def test_damaged_or_foreign(saved: Path, spoil, text: str) -> None:
+    spoil(saved)
+    trainer = make_trainer(World(), CASE)
+    trainer.fit(global_batches(1))
+    before = trainer.digest()
+    with pytest.raises(CheckpointError) as raised:
+        trainer.load(saved)
+    assert text in str(raised.value)
+    assert trainer.digest() == before
