@@ -81,8 +81,9 @@ def _refusal(model: nn.Module, name: str, whole: float, halves: float) -> str:
         "the model returns a mean instead of a sum" if abs(halves - 2 * whole) < 0.2 * abs(whole) else "",
         "it uses the other samples of the batch (in-batch negatives, batch statistics, the batch's padded length)",
     ]
+    which = f"the loss {name!r}" if name else "the loss"
     return (
-        f"the loss{f' {name!r}' if name else ''} of a batch is {whole:.6g}, but {halves:.6g} when the batch is cut in two"
-        f": this model cannot be trained in micro-batches. Likely: {'; or '.join(cause for cause in causes if cause)}. "
+        f"{which} of a batch is {whole:.6g}, but {halves:.6g} when the batch is cut in two: this model cannot be "
+        f"trained in micro-batches. Likely: {'; or '.join(cause for cause in causes if cause)}. "
         "Make the loss a sum over samples, each computed alone, or switch the check off with check_split=False"
     )
