@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -68,18 +69,28 @@ class Step:
             gradients = {name: leaf.grad for name, leaf in leaves.items()}
             self._window.take(i, gradients)
 
-    def update_rows(self) -> None:
+    def update_rows(self, gradient_scale: float = 1.0) -> None:
         """Row optimizer and write-back. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
-        gradients = self._window.gradients()
+        gradients = self._gradients
+        if gradient_scale != 1.0:
+            gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
         update_rows(self._buffers, gradients, self.number + 1)
         write_back(self._buffers, self._pipeline.store, self.number)
         self.is_applied = True
 
     def gradients_are_finite(self) -> bool:
         """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
-        return all(bool(gradient.isfinite().all()) for gradient in self._window.gradients() if gradient is not None)
+        return all(bool(gradient.isfinite().all()) for gradient in self._gradients if gradient is not None)
+
+    def squared_gradient_norm(self) -> float:
+        """Of the rows this rank owns, over the global batch."""
+        return sum(float(gradient.double().square().sum()) for gradient in self._gradients if gradient is not None)
+
+    @cached_property
+    def _gradients(self) -> list[Tensor | None]:
+        return self._window.gradients()
 
     @property
     def row_bytes(self) -> int:

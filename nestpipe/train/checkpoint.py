@@ -44,6 +44,8 @@ def save(trainer: "Trainer", path: Path) -> None:
 
     def write_rest() -> str:
         dense = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        if trainer.lr_schedule is not None:
+            dense["lr_schedule"] = trainer.lr_schedule.state_dict()
         checksums = {f"rank{rank}.pt": checksum for rank, checksum in enumerate(row_checksums)}
         checksums["dense.pt"] = _write(staging / "dense.pt", dense)
         manifest = _description(trainer.tables, trainer.seed, world) | {"num_steps": trainer.num_steps}
@@ -78,6 +80,8 @@ def load(trainer: "Trainer", path: Path) -> None:
                 raise ValueError(f"{name} is {manifest.get(name)} in the checkpoint, {value} in this trainer")
         loaded["num_steps"] = manifest["num_steps"]
         loaded["dense"] = _read(path, "dense.pt", manifest)
+        if ("lr_schedule" in loaded["dense"]) != (trainer.lr_schedule is not None):
+            raise ValueError("only one of the checkpoint and this trainer has a schedule of the dense learning rate")
         loaded["store"] = make_store(trainer.tables, trainer.seed, trainer.store.num_threads)
         _import_rows(loaded["store"], trainer.tables, _read(path, f"rank{world.rank}.pt", manifest))
         return ""
@@ -85,6 +89,8 @@ def load(trainer: "Trainer", path: Path) -> None:
     _agree(world, read, f"loading {path}")
     trainer.model.load_state_dict(loaded["dense"]["model"])
     trainer.optimizer.load_state_dict(loaded["dense"]["optimizer"])
+    if trainer.lr_schedule is not None:
+        trainer.lr_schedule.load_state_dict(loaded["dense"]["lr_schedule"])
     trainer.store = loaded["store"]
     trainer.num_steps = loaded["num_steps"]
 

@@ -1,5 +1,6 @@
 """The Trainer: a thin layer on the pipeline's loop."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,9 @@ class Trainer:
         schedule: str = "serial",
         num_micro_batches: int = 1,
         window: str = "once",
+        clip_norm: float | None = None,
+        clip_rows: bool = False,
+        schedule_lr: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         check_split: bool = True,
         seed: int = 0,
         num_threads: int = 1,
@@ -52,6 +56,12 @@ class Trainer:
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.seed = seed
+        self.clip_norm = clip_norm
+        """the largest norm of the dense gradients of the global batch, together"""
+        self.clip_rows = clip_rows
+        """whether the gradients of rows count in that norm, and are scaled with the others"""
+        self.lr_schedule = schedule_lr(self.optimizer) if schedule_lr is not None else None
+        """of the dense optimizer, advanced once a step"""
         self.check_split = check_split
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.num_steps = 0
@@ -105,10 +115,30 @@ class Trainer:
             loss.backward()
             total += loss.detach().double()
         self.reducer.finish(step, is_finite=bool(total.isfinite()))
+        scale = self._clip(step)
         self.optimizer.step()
-        step.update_rows()
+        step.update_rows(scale if self.clip_rows else 1.0)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step()
         self.world.all_reduce_sum(total)
         return float(total)
+
+    def _clip(self, step: Step) -> float:
+        """Scales the reduced dense gradients down to clip_norm; returns by what."""
+        if self.clip_norm is None:
+            return 1.0
+        squared = torch.tensor(step.squared_gradient_norm() if self.clip_rows else 0.0, dtype=torch.float64)
+        self.world.all_reduce_sum(squared)  # each rank has other rows; the dense gradients are the same on all
+        norm = math.sqrt(float(squared) + _squared_norm(self.reducer.parameters))
+        scale = min(1.0, self.clip_norm / (norm + 1e-6))
+        for parameter in self.reducer.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return scale
+
+
+def _squared_norm(parameters: Iterable[nn.Parameter]) -> float:
+    return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
 
 
 def _divided(loss_sum: Tensor, weight: float) -> Tensor:
