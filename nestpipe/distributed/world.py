@@ -15,8 +15,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    num_sent_bytes: int = 0
-    """Payload sent to other ranks so far."""
 
     @staticmethod
     def from_environment(timeout_seconds: float = 25.0) -> "World":
@@ -36,7 +34,6 @@ class World:
         received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
         send_bytes = [part.numel() for part in parts]
         dist.all_to_all_single(received, send, receive_bytes, send_bytes)
-        self.num_sent_bytes += sum(send_bytes) - send_bytes[self.rank]
         return list(received.split(receive_bytes))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ For each table: the distinct keys of the batch, those of owner 0 first, each own
 a key in this list is its position; all that follows speaks of positions.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from nestpipe.data.batch import Batch, Jagged, split
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.store import group_by_owner, unique
+
+MOST_LOSSES = 8
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def make_request(
     if batch is None:
         batch = Batch({name: Jagged.from_lists([]) for name in features}, weight={})
     check_keys(features, batch)
+    check_weights(batch)
     parts = split(batch, num_micro_batches)
     placed: list[dict[str, Placed]] = [{} for _ in parts]
     tables = [
@@ -73,6 +77,15 @@ def make_request(
     ]
     inputs, num_samples = [part.inputs for part in parts], [len(part) for part in parts]
     return Request(tables, placed, inputs, num_samples, batch.weights, has_batch)
+
+
+def check_weights(batch: Batch) -> None:
+    """Refuses weights that no sum of losses can be divided by, or that do not fit the route's header."""
+    if len(batch.weights) > MOST_LOSSES:
+        raise ValueError(f"the batch has {len(batch.weights)} weights; at most {MOST_LOSSES} losses are supported")
+    for name, weight in batch.weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"the weight{f' of loss {name!r}' if name else ''} of a batch is {weight}, must be >= 0")
 
 
 def check_keys(features: Mapping[str, Feature], batch: Batch) -> None:

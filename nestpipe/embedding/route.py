@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.distributed.world import World
-from nestpipe.embedding.request import Request, TableRequest
+from nestpipe.embedding.request import MOST_LOSSES, Request, TableRequest
 from nestpipe.embedding.table import Table
 from nestpipe.store import unique
 
@@ -38,9 +38,6 @@ class Route:
     """of the global batch"""
 
 
-MOST_LOSSES = 8
-
-
 @dataclass(frozen=True)
 class Header:
     """What every rank tells every rank before the keys."""
@@ -57,8 +54,6 @@ class Header:
 
     @staticmethod
     def of(request: Request) -> "Header":
-        if len(request.weights) > MOST_LOSSES:
-            raise ValueError(f"a batch has {len(request.weights)} weights; at most {MOST_LOSSES} losses are supported")
         names = sorted(request.weights)
         weights = [request.weights[name] for name in names] + [0.0] * (MOST_LOSSES - len(names))
         return Header(request.has_batch, False, sum(request.num_samples), zlib.crc32(repr(names).encode()), weights)

@@ -39,6 +39,10 @@ def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
             yield replace(batch, keys={"items": batch.keys["items"], "tagz": batch.keys["tags"]})
         elif kind == "dense_nan":
             yield batch
+        elif kind == "weight":
+            yield replace(batch, weight=float("nan"))
+        elif kind == "weights":
+            yield replace(batch, weight={str(name): 1.0 for name in range(9)})
         elif kind == "nan":
             yield replace(batch, inputs={"label": batch.inputs["label"] * float("nan")})
         elif kind == "offsets":
@@ -82,6 +86,8 @@ def fail_and_go_on(world: World, kind: str) -> tuple[str, str, float, bool, int]
         ("feature", ValueError, "missing ['tags'], unknown ['tagz']"),
         ("offsets", ValueError, "feature 'items': offsets must begin with 0"),
         ("dtype", ValueError, "feature 'items': values must be a 1-dimensional int64 tensor, got torch.int32"),
+        ("weight", ValueError, "the weight of a batch is nan, must be >= 0"),
+        ("weights", ValueError, "the batch has 9 weights; at most 8 losses are supported"),
         ("dense_nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
         ("nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
     ],

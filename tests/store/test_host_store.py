@@ -152,13 +152,16 @@ def test_refused_reserve_maps_nothing() -> None:
 EXIT_DURING_A_CALL = """
 import threading, time, torch
 from nestpipe.store import HostStore, TableSpec
+from nestpipe.store.native import call
 store = HostStore(num_threads=2)
 store.create_table(TableSpec("item", 64))
 keys = torch.arange(200_000)
 store.scatter("item", keys, torch.ones(200_000, 64), step=0)
-def read():
+out = torch.empty(200_000, 64)
+arguments = (*store._handle("item"), keys.data_ptr(), len(keys), 64, out.data_ptr(), out.nbytes, None, None, 2)
+def read():  # no torch in here: its own frames do not survive a thread that is stopped at exit
     while True:
-        store.gather("item", keys)
+        call("gather", *arguments)
 threading.Thread(target=read, daemon=True).start()
 time.sleep(0.3)
 """
