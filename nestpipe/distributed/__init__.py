@@ -1,5 +1,8 @@
 """Ranks and what they exchange."""
 
+from nestpipe.distributed.channel import Channel
+from nestpipe.distributed.lane import Lane
+from nestpipe.distributed.watch import RankError
 from nestpipe.distributed.world import World
 
-__all__ = ["World"]
+__all__ = ["Channel", "Lane", "RankError", "World"]

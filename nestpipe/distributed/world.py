@@ -1,20 +1,34 @@
-"""The world: this rank, all ranks, and the exchanges between them. A world of one is an ordinary case."""
+"""The world: this rank, all ranks, and the channels between them. A world of one is an ordinary case."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from nestpipe.distributed.channel import Channel
+from nestpipe.distributed.watch import Watch
+
+START_SECONDS = 120
+"""how long ranks may take to find each other"""
 
 
-@dataclass
 class World:
     """One process among `size`. `World()` is a world of one, without a process group."""
 
-    rank: int = 0
-    size: int = 1
+    def __init__(self, rank: int = 0, size: int = 1, timeout_seconds: float = 25.0) -> None:
+        self.rank = rank
+        self.size = size
+        store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
+        self.watch = Watch(rank, size, store, timeout_seconds)
+        self.route = self._channel("route")
+        self.rows = self._channel("row exchange")
+        self.gradients = self._channel("gradient return")
+        self.dense = self._channel("dense reduction")
+        self.evaluate = self._channel("evaluation")
+        self.control = self._channel("agreement")
 
     @staticmethod
     def from_environment(timeout_seconds: float = 25.0) -> "World":
@@ -23,39 +37,23 @@ class World:
         if size == 1:
             return World()
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
-        return World(dist.get_rank(), dist.get_world_size())
+            dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
+        return World(dist.get_rank(), dist.get_world_size(), timeout_seconds)
 
-    def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
-        """Sends parts[r], bytes, to rank r; returns what rank r sent here, receive_bytes[r] bytes of it."""
-        if self.size == 1:
-            return parts
-        send = torch.cat(parts)
-        received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-        send_bytes = [part.numel() for part in parts]
-        dist.all_to_all_single(received, send, receive_bytes, send_bytes)
-        return list(received.split(receive_bytes))
-
-    def all_to_all_equal(self, parts: Tensor) -> Tensor:
-        """Sends row r to rank r; row r of the result is what rank r sent here."""
-        if self.size == 1:
-            return parts
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts.contiguous())
-        return received
-
-    def all_reduce_sum(self, values: Tensor) -> None:
-        """In place."""
-        if self.size > 1:
-            dist.all_reduce(values)
-
-    def share_text(self, text: str, most_bytes: int = 4096) -> list[str]:
-        """Every rank's text, on every rank."""
-        data = text.encode()[:most_bytes]
-        padded = torch.tensor(list(data.ljust(most_bytes, b"\0")), dtype=torch.uint8)
-        rows = self.all_to_all_equal(padded.expand(self.size, most_bytes))
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around long work of one rank (compiling, reading a large file): the others wait longer than the timeout."""
+        with self.watch.busy():
+            yield
 
     def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.size > 1 and self.watch.failure is None:
+            for channel in (self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control):
+                channel.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _channel(self, name: str) -> Channel:
+        # The watch decides how long to wait, by the main thread's clock; gloo's own limit must not come first.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
+        return Channel(name, self.watch, group)

@@ -16,6 +16,8 @@ class Buffer:
     table: Table
     keys: Tensor
     records: Tensor
+    found: Tensor
+    """[n] whether the store had the key"""
 
     @property
     def rows(self) -> Tensor:
@@ -30,9 +32,25 @@ def retrieve_rows(route: Route, store: HostStore) -> list[Buffer]:
     """Host store to buffer. Creates nothing: a missing key has its initial record in the buffer only."""
 
     def retrieve(owned: OwnedTable) -> Buffer:
-        return Buffer(owned.table, owned.keys, store.gather(owned.table.name, owned.keys).records)
+        records, found, _ = store.gather(owned.table.name, owned.keys)
+        return Buffer(owned.table, owned.keys, records, found)
 
     return [retrieve(owned) for owned in route.owned]
+
+
+def room_error(buffers: list[Buffer], store: HostStore) -> ValueError | None:
+    """Why these rows cannot all be written back: a table that may not grow that far."""
+    for buffer in buffers:
+        table = buffer.table
+        if table.max_rows is None or table.frozen:
+            continue
+        needed = store.size(table.name) + len(buffer.found) - int(buffer.found.sum())
+        if needed > table.max_rows:
+            return ValueError(
+                f"table {table.name!r} would have {needed} rows on this rank, more than its max_rows = "
+                f"{table.max_rows}; nothing of this step was applied. Raise max_rows, or use more ranks"
+            )
+    return None
 
 
 def update_rows(buffers: list[Buffer], gradients: list[Tensor | None], step: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.distributed.world import World
+from nestpipe.distributed import Channel
 from nestpipe.embedding.request import MOST_LOSSES, Request, TableRequest
 from nestpipe.embedding.table import Table
 from nestpipe.store import unique
@@ -36,6 +36,8 @@ class Route:
     """whether any weight is positive; otherwise there is nothing to train on"""
     num_samples: int
     """of the global batch"""
+    key_bytes: int
+    """sent to other ranks"""
 
 
 @dataclass(frozen=True)
@@ -72,26 +74,19 @@ class Header:
         return Header(False, True, 0, 0, [0.0] * MOST_LOSSES)
 
 
-class RankError(RuntimeError):
-    """Another rank failed; its error is in the text."""
-
-
-def route_keys(request: Request | Exception, num_tables: int, world: World) -> Route | None:
+def route_keys(request: Request | Exception, num_tables: int, channel: Channel) -> Route | None:
     """Exchanges keys. None when no rank has a batch: the end of data.
 
     An exception instead of a request stops all ranks here: this one raises it, the others a RankError that quotes it.
     """
-    failed = isinstance(request, Exception)
     header = Header.of_error() if isinstance(request, Exception) else Header.of(request)
-    counts = [[0] * world.size] * num_tables if isinstance(request, Exception) else [t.counts for t in request.tables]
-    sent = torch.cat([torch.tensor([header.encode()] * world.size), torch.tensor(counts).T], dim=1)  # a row per owner
-    received = world.all_to_all_equal(sent)
+    counts = [[0] * channel.size] * num_tables if isinstance(request, Exception) else [t.counts for t in request.tables]
+    sent = torch.cat([torch.tensor([header.encode()] * channel.size), torch.tensor(counts).T], dim=1)  # a row per owner
+    received = channel.all_to_all_equal(sent)
     headers = [Header.decode(row) for row in received[:, : Header.SIZE].tolist()]
     if any(header.has_error for header in headers):
-        texts = world.share_text(f"{type(request).__name__}: {request}" if failed else "")
-        if isinstance(request, Exception):
-            raise request
-        raise RankError("; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
+        failed = [rank for rank, header in enumerate(headers) if header.has_error]
+        channel.raise_agreed(request if isinstance(request, Exception) else None, failed)
     assert not isinstance(request, Exception)
     counts_here = received[:, Header.SIZE :].tolist()  # [requester, table]
     if not any(header.has_batch for header in headers):
@@ -101,13 +96,19 @@ def route_keys(request: Request | Exception, num_tables: int, world: World) -> R
 
     num_micro_batches = len(request.num_samples)
     mask_bytes = (num_micro_batches + 7) // 8
-    parts = [torch.cat([_encode_keys(table, rank) for table in request.tables]) for rank in range(world.size)]
+    parts = [torch.cat([_encode_keys(table, rank) for table in request.tables]) for rank in range(channel.size)]
     receive_bytes = [sum(row) * (8 + mask_bytes) for row in counts_here]
-    messages = world.all_to_all(parts, receive_bytes)
+    messages = channel.all_to_all(parts, receive_bytes)
     owned = _decode_keys(request, messages, counts_here, num_micro_batches)
     totals = [sum(weights) for weights in zip(*(header.weights for header in headers), strict=True)]
-    weights = dict(zip(sorted(request.weights), totals, strict=False))
-    return Route(request, owned, weights, any(total > 0 for total in totals), sum(h.num_samples for h in headers))
+    return Route(
+        request=request,
+        owned=owned,
+        weights=dict(zip(sorted(request.weights), totals, strict=False)),
+        is_step=any(total > 0 for total in totals),
+        num_samples=sum(header.num_samples for header in headers),
+        key_bytes=sum(part.numel() for rank, part in enumerate(parts) if rank != channel.rank),
+    )
 
 
 def _encode_keys(table: TableRequest, owner: int) -> Tensor:

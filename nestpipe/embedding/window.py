@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.distributed.world import World
+from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import OwnedTable, Route
@@ -94,27 +94,34 @@ class OwnerTable:
 class Window:
     """All tables of one batch."""
 
-    def __init__(self, route: Route, buffers: list[Buffer], world: World, window: str = "once") -> None:
-        self.world = world
+    def __init__(
+        self, route: Route, buffers: list[Buffer], rows: Channel, gradients: Channel, window: str = "once"
+    ) -> None:
+        self.rows_channel = rows
+        self.gradients_channel = gradients
+        self.rank, self.size = rows.rank, rows.size
         self.requester = [RequesterTable(request, window) for request in route.request.tables]
         self.owner = [OwnerTable(owned, b, window) for owned, b in zip(route.owned, buffers, strict=True)]
         self.row_bytes = 0
         self.gradient_bytes = 0
 
-    def bring(self, micro_batch: int) -> dict[str, Tensor]:
-        """Exchange: rows from owners to requesters. Returns the leaf of each table."""
-        sent = [[table.rows_for(rank, micro_batch) for table in self.owner] for rank in range(self.world.size)]
+    def bring(self, micro_batch: int) -> None:
+        """Exchange: rows from owners to requesters."""
+        sent = [[table.rows_for(rank, micro_batch) for table in self.owner] for rank in range(self.size)]
         positions = [table.plan.bring[micro_batch] for table in self.requester]
         counts = [table.counts(p) for table, p in zip(self.requester, positions, strict=True)]
-        received, num_bytes = self._exchange(sent, counts)
+        received, num_bytes = self._exchange(self.rows_channel, sent, counts)
         self.row_bytes += num_bytes
         for table, p, rows in zip(self.requester, positions, received, strict=True):
             table.rows.index_copy_(0, p, rows)
+
+    def leaves(self, micro_batch: int) -> dict[str, Tensor]:
+        """By table: a fresh gather of the micro-batch's distinct rows."""
         return {table.request.table.name: table.leaf(micro_batch) for table in self.requester}
 
     def take(self, micro_batch: int, gradients: dict[str, Tensor | None]) -> None:
         """Gradient return: from requesters to owners."""
-        sent: list[list[Tensor]] = [[] for _ in range(self.world.size)]
+        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
         for table in self.requester:
             table.add_gradient(micro_batch, gradients[table.request.table.name])
             positions = table.plan.take[micro_batch]
@@ -122,7 +129,9 @@ class Window:
             for rank, part in enumerate(parts):
                 sent[rank].append(part)
         takes = [[plan.take[micro_batch] for plan in table.plans] for table in self.owner]
-        received, num_bytes = self._exchange(sent, [[len(p) for p in of_table] for of_table in takes])
+        received, num_bytes = self._exchange(
+            self.gradients_channel, sent, [[len(p) for p in of_table] for of_table in takes]
+        )
         self.gradient_bytes += num_bytes
         for owner, of_table, rows in zip(self.owner, takes, received, strict=True):
             returned = rows.split([len(p) for p in of_table])
@@ -133,7 +142,9 @@ class Window:
         """Of each table's slots, for the whole global batch; None for a frozen table."""
         return [None if table.owned.table.frozen else table.gradient() for table in self.owner]
 
-    def _exchange(self, sent: list[list[Tensor]], counts: list[list[int]]) -> tuple[list[Tensor], int]:
+    def _exchange(
+        self, channel: Channel, sent: list[list[Tensor]], counts: list[list[int]]
+    ) -> tuple[list[Tensor], int]:
         """sent[rank][table] rows; counts[table][rank] rows come back. One flat exchange carries all tables.
 
         Returns the rows of each table, in order of rank, and the bytes sent to other ranks.
@@ -142,16 +153,15 @@ class Window:
         parts = [torch.cat([rows.flatten().view(torch.uint8) for rows in of_rank]) for of_rank in sent]
         row_bytes = [table.dim * table.dtype.itemsize for table in tables]
         sizes = [
-            [of_table[rank] * b for of_table, b in zip(counts, row_bytes, strict=True)]
-            for rank in range(self.world.size)
+            [of_table[rank] * b for of_table, b in zip(counts, row_bytes, strict=True)] for rank in range(self.size)
         ]
-        received = self.world.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
+        received = channel.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
         pieces = [message.split(of_rank) for message, of_rank in zip(received, sizes, strict=True)]
         rows = [
             torch.cat([of_rank[t] for of_rank in pieces]).view(table.dtype).view(-1, table.dim)
             for t, table in enumerate(tables)
         ]
-        return rows, sum(part.numel() for rank, part in enumerate(parts) if rank != self.world.rank)
+        return rows, sum(part.numel() for rank, part in enumerate(parts) if rank != self.rank)
 
 
 def _where(mask: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
-from nestpipe.distributed.world import World
-from nestpipe.embedding.buffer import Buffer, retrieve_rows, update_rows, write_back
+from nestpipe.distributed import RankError, World
+from nestpipe.embedding.buffer import Buffer, retrieve_rows, room_error, update_rows, write_back
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.embedding.window import WINDOWS, Window
+from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore
 
 SCHEDULES = ("serial",)
@@ -44,11 +45,17 @@ class Step:
         self.number = number
         self.weights = route.weights
         self.num_samples = route.num_samples
+        self.trace = pipeline.trace
+        self.is_reduced = False
+        """whether the dense gradients were handed to the dense optimizer"""
         self.is_applied = False
+        self.problem = room_error(buffers, pipeline.store)
+        """why this step must not be applied; the dense reduction tells all ranks"""
         self._route = route
         self._buffers = buffers
         self._pipeline = pipeline
-        self._window = Window(route, buffers, pipeline.world, pipeline.window)
+        self._window = Window(route, buffers, pipeline.world.rows, pipeline.world.gradients, pipeline.window)
+        self._num_taken = 0
 
     @property
     def weight(self) -> float:
@@ -58,27 +65,46 @@ class Step:
         return self.weights.get("", 0.0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        request = self._route.request
+        request, trace = self._route.request, self.trace
         trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
         for i in range(len(request.num_samples)):
-            leaves = self._window.bring(i)
-            if i in trained:
-                seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
-                embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
-                yield MicroBatch(embeddings, request.inputs[i], request.num_samples[i], i == trained[-1])
-            gradients = {name: leaf.grad for name, leaf in leaves.items()}
-            self._window.take(i, gradients)
+            with trace.span("bring"):
+                self._window.bring(i)
+            with trace.span("dense"):
+                leaves = self._window.leaves(i)
+                if i in trained:
+                    seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
+                    embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
+                    yield MicroBatch(embeddings, request.inputs[i], request.num_samples[i], i == trained[-1])
+            with trace.span("take"):
+                self._window.take(i, {name: leaf.grad for name, leaf in leaves.items()})
+            self._num_taken += 1
 
     def update_rows(self, gradient_scale: float = 1.0) -> None:
         """Row optimizer and write-back. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
-        gradients = self._gradients
-        if gradient_scale != 1.0:
-            gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
-        update_rows(self._buffers, gradients, self.number + 1)
-        write_back(self._buffers, self._pipeline.store, self.number)
+        self.check_complete()
+        if self.problem is not None:
+            raise self.problem
+        with self.trace.span("update"):
+            gradients = self._gradients
+            if gradient_scale != 1.0:
+                gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
+            update_rows(self._buffers, gradients, self.number + 1)
+        with self.trace.span("write_back"):
+            write_back(self._buffers, self._pipeline.store, self.number)
         self.is_applied = True
+        self.trace.enter("")
+        self._count_bytes()
+
+    def check_complete(self) -> None:
+        """Refuses to apply a step of which some micro-batches were not trained."""
+        if self._num_taken < len(self._route.request.num_samples):
+            raise RuntimeError(
+                f"step {self.number}: only {self._num_taken} of {len(self._route.request.num_samples)} micro-batches "
+                "were gone through; loop over all of them before the step is applied"
+            )
 
     def gradients_are_finite(self) -> bool:
         """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
@@ -90,7 +116,8 @@ class Step:
 
     @cached_property
     def _gradients(self) -> list[Tensor | None]:
-        return self._window.gradients()
+        with self.trace.span("update"):
+            return self._window.gradients()
 
     @property
     def row_bytes(self) -> int:
@@ -99,6 +126,14 @@ class Step:
     @property
     def gradient_bytes(self) -> int:
         return self._window.gradient_bytes
+
+    def _count_bytes(self) -> None:
+        written = [buffer.records.nbytes for buffer in self._buffers if not buffer.table.frozen]
+        self.trace.add_bytes("exchanged_row_bytes_per_step", self.row_bytes)
+        self.trace.add_bytes("exchanged_gradient_bytes_per_step", self.gradient_bytes)
+        self.trace.add_bytes("exchanged_key_bytes_per_step", self._route.key_bytes)
+        self.trace.add_bytes("retrieved_bytes_per_step", sum(buffer.records.nbytes for buffer in self._buffers))
+        self.trace.add_bytes("written_back_bytes_per_step", sum(written))
 
 
 class Pipeline:
@@ -118,6 +153,7 @@ class Pipeline:
         first_step: int = 0,
         seed: int = 0,
         num_threads: int = 1,
+        trace: Trace | None = None,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
@@ -131,6 +167,7 @@ class Pipeline:
         self.world = world or World()
         self.window = window
         self.seed = seed
+        self.trace = trace or Trace()
         self.num_skipped = 0
         """batches of weight 0, which are no step"""
         self._batches = iter(batches)
@@ -138,6 +175,8 @@ class Pipeline:
         self._steps = steps
         self._number = first_step
         self._num_threads = num_threads
+        self._step: Step | None = None
+        self._agreed: Exception | None = None
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -145,23 +184,49 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass  # serial: nothing is ever under way between two steps
+        self.trace.enter("")
+        agreed = (self._agreed, self._step.problem if self._step is not None else None)
+        if error is not None and error not in agreed and not isinstance(error, NonFiniteError | RankError):
+            self.world.watch.report(error)  # the other ranks do not know of it, and would wait for this one
+        if self._step is not None and self._step.is_reduced and not self._step.is_applied:
+            text = (
+                f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
+                "parameters may have changed, the rows have not; go on from a checkpoint"
+            )
+            if error is None:
+                raise RuntimeError(text)
+            error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
         end = None if self._steps is None else self._number + self._steps
-        num_tables = len(tables_of(self.features))
         while end is None or self._number < end:
-            route = route_keys(self._next_request(), num_tables, self.world)
+            self.world.watch.where = f"step {self._number}"
+            self.trace.begin_step(self._number)
+            route = self._next_route()
             if route is None:
                 return
             if not route.is_step:
                 self.num_skipped += 1
                 continue
-            step = Step(self._number, route, retrieve_rows(route, self.store), self)
-            yield step
-            if not step.is_applied:
-                raise RuntimeError(f"step {step.number} was left without update_rows(); call it after the optimizer")
+            with self.trace.span("retrieve"):
+                buffers = retrieve_rows(route, self.store)
+            self._step = Step(self._number, route, buffers, self)
+            yield self._step
+            if not self._step.is_applied:
+                raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
+            self._step = None
             self._number += 1
+            self.trace.end_step(route.num_samples)
+
+    def _next_route(self) -> Route | None:
+        with self.trace.span("prefetch"):
+            request = self._next_request()
+        with self.trace.span("route"):
+            try:
+                return route_keys(request, len(tables_of(self.features)), self.world.route)
+            except Exception as error:  # the route's header told every rank
+                self._agreed = error
+                raise
 
     def _next_request(self) -> Request | Exception:
         """Errors of the reader and of its batches are returned: all ranks must hear of them."""

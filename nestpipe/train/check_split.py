@@ -62,12 +62,14 @@ def _sums(
 ) -> dict[str, float]:
     """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
     request = make_request(features, batch, num_parts, world_size=1)
-    route = route_keys(request, len(request.tables), World())
+    alone = World()
+    route = route_keys(request, len(request.tables), alone.route)
     assert route is not None
-    window = Window(route, retrieve_rows(route, store), World())
+    window = Window(route, retrieve_rows(route, store), alone.rows, alone.gradients)
     totals: dict[str, float] = {}
     for i in range(num_parts):
-        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.bring(i).items()}
+        window.bring(i)
+        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.leaves(i).items()}
         returned = model(Embeddings(features, request.placed[i], leaves), request.inputs[i])
         for name, value in loss_sums(returned, request.weights).items():
             totals[name] = totals.get(name, 0.0) + float(value)

@@ -103,7 +103,7 @@ def _agree(world: World, work: Callable[[], str], what: str, only_rank: int | No
             text = "+" + work()
         except Exception as error:  # told to every rank, and raised on each of them
             text = f"-{type(error).__name__}: {error}"
-    texts = world.share_text(text)
+    texts = world.control.share_text(text)
     failures = [f"rank {rank}: {t[1:]}" for rank, t in enumerate(texts) if t.startswith("-")]
     if failures:
         raise CheckpointError(f"{what} failed: {'; '.join(failures)}")

@@ -24,7 +24,7 @@ def digest(
     sha = hashlib.sha256()
     for table in sorted(tables, key=lambda table: table.name):
         part = store.digest_part(table.name)
-        parts = world.share_text(f"{part} {store.size(table.name)}")
+        parts = world.control.share_text(f"{part} {store.size(table.name)}")
         total = sum(int(text.split()[0]) for text in parts) % 2**256
         num_rows = sum(int(text.split()[1]) for text in parts)
         step_count = 0 if table.frozen else num_steps

@@ -19,42 +19,60 @@ class DenseReducer:
     def __init__(self, model: nn.Module, world: World, bucket_bytes: int = 1 << 22) -> None:
         self.world = world
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._ranks = range(world.size)
         self.buckets = _buckets(self.parameters, bucket_bytes)
 
     def overlap(self, is_last: bool) -> AbstractContextManager[None]:
         """Around the backward of a micro-batch. Serial: the buckets wait for finish."""
         return nullcontext()
 
-    def finish(self, step: Step | None = None, is_finite: bool = True) -> None:
-        """Call it after the last backward and before the optimizer's step.
+    def finish(self, step: Step | None = None, loss: Tensor | None = None) -> None:
+        """Call it after the last backward and before the optimizer's step. Also sums `loss` over ranks, in place.
 
-        Raises NonFiniteError on every rank when, on any of them, a dense gradient or a gradient of `step`'s rows is not
-        finite, or `is_finite` is False.
+        Raises on every rank when on any of them the step must not be applied: NonFiniteError when the loss, a dense
+        gradient or a gradient of the step's rows is not finite; a table's error when it has no room.
         """
-        is_finite = is_finite and gradients_are_finite(self.parameters)
+        is_finite = loss is None or bool(loss.isfinite())
         if step is not None:
+            step.check_complete()
+            step.trace.enter("dense")
             is_finite = is_finite and step.gradients_are_finite()
+        is_finite = is_finite and gradients_are_finite(self.parameters)
+        with step.trace.span("reduce") if step is not None else nullcontext():
+            any_used = self._agree(step, is_finite, loss)
+            if self.world.size > 1:
+                for bucket in self.buckets:
+                    self._reduce(bucket)
+        for parameter, is_used in zip(self.parameters, any_used, strict=True):
+            if not is_used:
+                parameter.grad = None
+        if step is not None:
+            step.is_reduced = True
+
+    def _agree(self, step: Step | None, is_finite: bool, loss: Tensor | None) -> list[bool]:
+        """Whether any rank used each parameter; raises on every rank if the step must not be applied on one of them."""
         used = [parameter.grad is not None for parameter in self.parameters]
-        numbers = torch.tensor([*used, not is_finite], dtype=torch.float64)
-        self.world.all_reduce_sum(numbers)
-        *any_used, any_failed = (numbers > 0).tolist()
-        if any_failed:
+        has_problem = [step is not None and step.problem is not None and r == self.world.rank for r in self._ranks]
+        sums = torch.tensor([*used, not is_finite, *has_problem, 0.0 if loss is None else loss], dtype=torch.float64)
+        self.world.dense.all_reduce_sum(sums)
+        flags = (sums[:-1] > 0).tolist()
+        any_used, any_infinite, failed = flags[: len(used)], flags[len(used)], flags[len(used) + 1 :]
+        if step is not None and any(failed):
+            self.world.dense.raise_agreed(step.problem, [rank for rank in self._ranks if failed[rank]])
+        if any_infinite:
             where = f"step {step.number}: " if step is not None else ""
             raise NonFiniteError(
                 f"{where}a loss or a gradient is not finite on some rank; nothing of this step was applied. Lower the "
                 "learning rate, clip gradients, or look for bad inputs in this batch"
             )
-        if self.world.size > 1:
-            for bucket in self.buckets:
-                self._reduce(bucket)
-        for parameter, is_used in zip(self.parameters, any_used, strict=True):
-            if not is_used:
-                parameter.grad = None
+        if loss is not None:
+            loss.copy_(sums[-1])
+        return any_used
 
     def _reduce(self, bucket: list[nn.Parameter]) -> None:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self.world.all_reduce_sum(flat)
+        self.world.dense.all_reduce_sum(flat)
         for parameter, reduced in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = reduced.view_as(parameter)
 

@@ -12,6 +12,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
+from nestpipe.pipelining.trace import StepTimes
 from nestpipe.train.check_split import check_first_batch
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
@@ -27,6 +28,8 @@ class FitResult:
     """of each step: the global batch's loss sums, each divided by its weight, added up"""
     num_skipped: int = 0
     """batches of weight 0"""
+    times: list[StepTimes] = field(default_factory=list)
+    """of each step, on this rank"""
 
 
 class Trainer:
@@ -74,8 +77,13 @@ class Trainer:
             "num_threads": num_threads,
         }
 
-    def fit(self, batches: Iterable[Batch], steps: int | None = None) -> FitResult:
-        """Trains until the data ends on all ranks, or for `steps` more steps."""
+    def fit(
+        self,
+        batches: Iterable[Batch],
+        steps: int | None = None,
+        after_step: Callable[[FitResult], None] | None = None,
+    ) -> FitResult:
+        """Trains until the data ends on all ranks, or for `steps` more steps. `after_step` sees the result so far."""
         result = FitResult()
         if self.check_split:
             batches = check_first_batch(batches, self.model, self.features, self.store)
@@ -88,9 +96,13 @@ class Trainer:
             first_step=self.num_steps,
             **self._options,  # type: ignore[arg-type]
         ) as pipeline:
+            result.times = pipeline.trace.steps
             for step in pipeline:
                 result.losses.append(self._train(step))
                 self.num_steps += 1
+                if after_step is not None:
+                    with step.trace.span("other"):
+                        after_step(result)
             result.num_skipped = pipeline.num_skipped
         return result
 
@@ -114,13 +126,12 @@ class Trainer:
             loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
             loss.backward()
             total += loss.detach().double()
-        self.reducer.finish(step, is_finite=bool(total.isfinite()))
+        self.reducer.finish(step, total)
         scale = self._clip(step)
         self.optimizer.step()
         step.update_rows(scale if self.clip_rows else 1.0)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
-        self.world.all_reduce_sum(total)
         return float(total)
 
     def _clip(self, step: Step) -> float:
@@ -128,7 +139,10 @@ class Trainer:
         if self.clip_norm is None:
             return 1.0
         squared = torch.tensor(step.squared_gradient_norm() if self.clip_rows else 0.0, dtype=torch.float64)
-        self.world.all_reduce_sum(squared)  # each rank has other rows; the dense gradients are the same on all
+        with step.trace.span("reduce"):
+            self.world.dense.all_reduce_sum(
+                squared
+            )  # each rank has other rows; the dense gradients are the same on all
         norm = math.sqrt(float(squared) + _squared_norm(self.reducer.parameters))
         scale = min(1.0, self.clip_norm / (norm + 1e-6))
         for parameter in self.reducer.parameters:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nestpipe import Batch, Jagged, NonFiniteError, World
-from nestpipe.embedding.route import RankError
+from nestpipe.distributed import RankError
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_ranks
 
