@@ -1,0 +1,174 @@
+"""What a recipe may say: one small dataclass for each section, and all of them together."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from nestpipe.embedding.window import WINDOWS
+from nestpipe.pipelining.pipeline import SCHEDULES
+from nestpipe.store.interface import MOST_ROWS
+
+DATA = ("clicks",)
+MODELS = ("dlrm",)
+INTERACTIONS = ("dot",)
+INITS = ("normal", "truncated_normal", "uniform", "constant")
+ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
+MOST_THREADS = 1024
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key of a recipe means, and which values it takes; limits of a list are those of its elements."""
+
+    meaning: str
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+
+def key(default: T, meaning: str, **allowed: Any) -> T:
+    """A field of a section; reading, checking and describing a recipe are all driven by what it says here."""
+    return field(default=default, metadata={"key": Key(meaning, **allowed)})
+
+
+@dataclass(frozen=True)
+class DataSection:
+    kind: str = key("clicks", "which data; clicks is a synthetic click log, made as it is read", choices=DATA)
+    seed: int = key(0, "of the synthetic data", at_least=0)
+    skew: float = key(1.05, "exponent of the Zipf distribution of the keys", at_least=0)
+    num_samples: int | None = key(None, "samples in all; not set: endless", at_least=1)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    kind: str = key("dlrm", "which model", choices=MODELS)
+    dim: int = key(64, "columns of a row, where its table has none of its own", at_least=1, at_most=2**20)
+    bottom: tuple[int, ...] = key((128,), "widths of the hidden layers under the interaction", at_least=1)
+    top: tuple[int, ...] = key((256, 128), "widths of the hidden layers above the interaction", at_least=1)
+    interaction: str = key("dot", "how the embeddings of a sample meet", choices=INTERACTIONS)
+
+
+@dataclass(frozen=True)
+class TableSection:
+    """One of [[tables]]: what is different about a table of the data."""
+
+    name: str = field(metadata={"key": Key("of a table of the data")})
+    dim: int | None = key(None, "columns of a row; not set: model.dim", at_least=1, at_most=2**20)
+    init: str = key("normal", "distribution of initial rows", choices=INITS)
+    init_scale: float = key(0.02, "standard deviation; uniform: largest magnitude; constant: the value", at_least=0)
+    optimizer: str | None = key(None, "row optimizer; not set: row_optimizer.kind", choices=ROW_OPTIMIZERS)
+    lr: float | None = key(None, "learning rate; not set: row_optimizer.lr", above=0)
+    num_keys: int | None = key(None, "keys are 0 .. num_keys - 1; not set: any", at_least=1)
+    max_rows: int | None = key(None, "most rows on one rank; not set: no limit", at_least=1, at_most=MOST_ROWS)
+    frozen: bool = key(False, "never updated")
+
+
+@dataclass(frozen=True)
+class RowOptimizerSection:
+    kind: str = key("adagrad", "how rows change", choices=ROW_OPTIMIZERS)
+    lr: float = key(0.05, "learning rate", above=0)
+    weight_decay: float = key(0.0, "on the rows of the batch only", at_least=0)
+    initial_accumulator: float = key(0.1, "what the sum of squares of the two Adagrads starts from", at_least=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "of Adam", at_least=0, below=1)
+    eps: float | None = key(None, "added to the denominator; not set: the optimizer's own", at_least=0)
+
+
+@dataclass(frozen=True)
+class DenseOptimizerSection:
+    kind: str = key("adam", "how the dense parameters change", choices=DENSE_OPTIMIZERS)
+    lr: float = key(1e-3, "learning rate", above=0)
+    weight_decay: float = key(0.0, "weight decay", at_least=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "of Adam and AdamW", at_least=0, below=1)
+    clip_norm: float | None = key(None, "largest norm of the dense gradients together; not set: any", above=0)
+    clip_rows: bool = key(False, "gradients of rows count in clip_norm and are scaled with the others")
+    warmup_steps: int = key(0, "steps in which the dense learning rate rises to its value", at_least=0)
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    steps: int = key(300, "steps to train", at_least=0)
+    seed: int = key(0, "of the initial rows and dense parameters", at_least=0)
+    batch_size: int = key(2048, "samples in a batch of one rank", at_least=1)
+    deterministic: bool = key(True, "fixed-order dense kernels; false permits faster ones")
+
+
+@dataclass(frozen=True)
+class PipelineSection:
+    schedule: str = key("serial", "when each thing happens; the bits are the same", choices=SCHEDULES)
+    num_micro_batches: int = key(1, "parts of a batch", at_least=1)
+    check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
+
+
+@dataclass(frozen=True)
+class ExchangeSection:
+    window: str = key("once", "a row travels once a batch, or again in each micro-batch", choices=WINDOWS)
+
+
+@dataclass(frozen=True)
+class StoreSection:
+    num_threads: int | None = key(
+        None, "threads of the host store; not set: cores // ranks on this host", at_least=1, at_most=MOST_THREADS
+    )
+
+
+@dataclass(frozen=True)
+class RuntimeSection:
+    dense_threads: int | None = key(
+        None, "threads of the dense part; not set: cores // ranks on this host", at_least=1, at_most=MOST_THREADS
+    )
+
+
+@dataclass(frozen=True)
+class DistributedSection:
+    timeout_seconds: float = key(25.0, "after which a rank that does not answer is given up", above=0)
+
+
+@dataclass(frozen=True)
+class EvaluateSection:
+    num_samples: int = key(65536, "held-out samples at the end; 0: no evaluation", at_least=0)
+    batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
+
+
+@dataclass(frozen=True)
+class LoggingSection:
+    every: int = key(10, "steps between progress lines where output is no terminal", at_least=1)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    dir: str | None = key(None, "folder of the checkpoint; not set: none is written")
+    every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. The defaults are the demo."""
+
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    tables: tuple[TableSection, ...] = ()
+    row_optimizer: RowOptimizerSection = RowOptimizerSection()
+    dense_optimizer: DenseOptimizerSection = DenseOptimizerSection()
+    train: TrainSection = TrainSection()
+    pipeline: PipelineSection = PipelineSection()
+    exchange: ExchangeSection = ExchangeSection()
+    store: StoreSection = StoreSection()
+    runtime: RuntimeSection = RuntimeSection()
+    distributed: DistributedSection = DistributedSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    logging: LoggingSection = LoggingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    def resolved(self, ranks_on_host: int, cores: int) -> "Config":
+        """With numbers of threads: the bits of a run depend on them, so they belong to what is saved with it."""
+        num_threads = min(max(1, cores // ranks_on_host), MOST_THREADS)
+        store, runtime = self.store, self.runtime
+        if store.num_threads is None:
+            store = replace(store, num_threads=num_threads)
+        if runtime.dense_threads is None:
+            runtime = replace(runtime, dense_threads=num_threads)
+        return replace(self, store=store, runtime=runtime)
