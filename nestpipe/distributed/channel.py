@@ -23,7 +23,7 @@ class Channel:
         self.name = name
         self.rank = watch.rank
         self.size = watch.size
-        self._watch = watch
+        self.watch = watch
         self._group = group
         self._lane = Lane(name)
         self._num_agreed = 0
@@ -67,11 +67,11 @@ class Channel:
         self._num_agreed += 1
         key = f"{self.name}/{self._num_agreed}"
         if error is not None:
-            self._watch.post(f"{key}/{self.rank}", describe(error))
+            self.watch.post(f"{key}/{self.rank}", describe(error))
         self.all_reduce_sum(torch.zeros(1))  # the texts are there once all have passed here
-        if error is not None:
-            raise error
-        raise RankError("; ".join(f"rank {rank} failed: {self._watch.read(f'{key}/{rank}')}" for rank in failed))
+        if error is None:
+            error = RankError("; ".join(f"rank {r} failed: {self.watch.read(f'{key}/{r}')}" for r in failed))
+        raise self.watch.agreed(error)
 
     def close(self) -> None:
         self._lane.close()
@@ -86,4 +86,4 @@ class Channel:
         if isinstance(threading.current_thread(), LaneThread):
             guarded()
         else:
-            self._watch.wait(self._lane.submit(guarded), self.name)
+            self.watch.wait(self._lane.submit(guarded), self.name)

@@ -12,6 +12,7 @@ from threading import Event, Thread
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 POLL_SECONDS = 0.25
 """how soon a rank that waits hears that another one has failed"""
@@ -46,6 +47,7 @@ class Watch:
         """why this world can no longer be used"""
         self._store = store
         self._num_beats = 0
+        self._agreed: BaseException | None = None
 
     def wait(self, pending: Future[T], stage: str) -> T:
         """The result of a collective, or of what depends on one. The caller's thread stays open to Ctrl-C."""
@@ -67,9 +69,23 @@ class Watch:
             raise self._lost(stage, self._failures() or self._roll_call("its connection was closed, it has died"))
         return pending.result()
 
+    def agreed(self, error: E) -> E:
+        """Marks an error that all ranks raise at the same place: they can go on together afterwards."""
+        self._agreed = error
+        return error
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Around what other ranks take part in: an error they do not know of is told to them."""
+        try:
+            yield
+        except BaseException as error:
+            self.report(error)
+            raise
+
     def report(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one goes no further."""
-        if self.size > 1 and self.failure is None:
+        if self.size > 1 and self.failure is None and error is not self._agreed:
             self.failure = error
             self._set(f"failed/{self.rank}", describe(error))
             self._set("failed", "some")

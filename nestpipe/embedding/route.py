@@ -92,7 +92,8 @@ def route_keys(request: Request | Exception, num_tables: int, channel: Channel) 
     if not any(header.has_batch for header in headers):
         return None
     if len({header.names_hash for header in headers if header.has_batch}) > 1:
-        raise ValueError(f"the ranks' batches name different losses; this one has {sorted(request.weights)}")
+        names = sorted(request.weights)
+        raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
 
     num_micro_batches = len(request.num_samples)
     mask_bytes = (num_micro_batches + 7) // 8

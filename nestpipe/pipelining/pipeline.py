@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
-from nestpipe.distributed import RankError, World
+from nestpipe.distributed import World
 from nestpipe.embedding.buffer import Buffer, retrieve_rows, room_error, update_rows, write_back
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.request import Request, make_request
@@ -176,7 +176,6 @@ class Pipeline:
         self._number = first_step
         self._num_threads = num_threads
         self._step: Step | None = None
-        self._agreed: Exception | None = None
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -185,9 +184,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.trace.enter("")
-        agreed = (self._agreed, self._step.problem if self._step is not None else None)
-        if error is not None and error not in agreed and not isinstance(error, NonFiniteError | RankError):
-            self.world.watch.report(error)  # the other ranks do not know of it, and would wait for this one
+        if error is not None:
+            self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:
             text = (
                 f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
@@ -222,11 +220,7 @@ class Pipeline:
         with self.trace.span("prefetch"):
             request = self._next_request()
         with self.trace.span("route"):
-            try:
-                return route_keys(request, len(tables_of(self.features)), self.world.route)
-            except Exception as error:  # the route's header told every rank
-                self._agreed = error
-                raise
+            return route_keys(request, len(tables_of(self.features)), self.world.route)
 
     def _next_request(self) -> Request | Exception:
         """Errors of the reader and of its batches are returned: all ranks must hear of them."""

@@ -4,18 +4,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nestpipe.data.batch import Batch
-from nestpipe.distributed.world import World
-from nestpipe.embedding.buffer import retrieve_rows
-from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.embedding.request import make_request
-from nestpipe.embedding.route import route_keys
+from nestpipe.distributed import World
 from nestpipe.embedding.table import Feature
-from nestpipe.embedding.window import Window
 from nestpipe.store import HostStore
 from nestpipe.train.loss import loss_sums
+from nestpipe.train.read import read_batch
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
@@ -61,17 +57,11 @@ def _sums(
     model: nn.Module, features: Mapping[str, Feature], batch: Batch, store: HostStore, num_parts: int
 ) -> dict[str, float]:
     """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
-    request = make_request(features, batch, num_parts, world_size=1)
-    alone = World()
-    route = route_keys(request, len(request.tables), alone.route)
-    assert route is not None
-    window = Window(route, retrieve_rows(route, store), alone.rows, alone.gradients)
+    reading = read_batch(features, batch, store, World().evaluate, num_parts)
+    assert reading is not None
     totals: dict[str, float] = {}
-    for i in range(num_parts):
-        window.bring(i)
-        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.leaves(i).items()}
-        returned = model(Embeddings(features, request.placed[i], leaves), request.inputs[i])
-        for name, value in loss_sums(returned, request.weights).items():
+    for part in reading:
+        for name, value in loss_sums(model(part.embeddings, part.inputs), batch.weights).items():
             totals[name] = totals.get(name, 0.0) + float(value)
     return totals
 

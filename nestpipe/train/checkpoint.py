@@ -48,7 +48,8 @@ def save(trainer: "Trainer", path: Path) -> None:
             dense["lr_schedule"] = trainer.lr_schedule.state_dict()
         checksums = {f"rank{rank}.pt": checksum for rank, checksum in enumerate(row_checksums)}
         checksums["dense.pt"] = _write(staging / "dense.pt", dense)
-        manifest = _description(trainer.tables, trainer.seed, world) | {"num_steps": trainer.num_steps}
+        manifest = _description(trainer.tables, trainer.seed, world)
+        manifest |= {"num_steps": trainer.num_steps, "seed": trainer.seed}
         (staging / "manifest.json").write_text(json.dumps(manifest | {"checksums": checksums}, indent=2))
         if path.exists():
             shutil.rmtree(previous, ignore_errors=True)
@@ -95,12 +96,28 @@ def load(trainer: "Trainer", path: Path) -> None:
     trainer.num_steps = loaded["num_steps"]
 
 
+def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostStore, dict[str, Any]]:
+    """All ranks' rows in one store, and the dense part; for one process, whatever the number of ranks that saved."""
+    try:
+        manifest = _read_manifest(path)
+        expected = _specs(tables, manifest["seed"])
+        if manifest["tables"] != expected:
+            raise ValueError(f"tables are {manifest['tables']} in the checkpoint, {expected} here")
+        store = make_store(tables, manifest["seed"], num_threads)
+        for rank in range(manifest["world_size"]):
+            _import_rows(store, tables, _read(path, f"rank{rank}.pt", manifest))
+        return store, _read(path, "dense.pt", manifest)
+    except Exception as error:
+        raise CheckpointError(f"loading {path} failed: {type(error).__name__}: {error}") from error
+
+
 def _agree(world: World, work: Callable[[], str], what: str, only_rank: int | None = None) -> list[str]:
     """Runs it on every rank, or on one; if it fails anywhere, all ranks raise. Returns what each rank returned."""
     text = ""
     if only_rank in (None, world.rank):
         try:
-            text = "+" + work()
+            with world.busy():
+                text = "+" + work()
         except Exception as error:  # told to every rank, and raised on each of them
             text = f"-{type(error).__name__}: {error}"
     texts = world.control.share_text(text)
@@ -112,8 +129,11 @@ def _agree(world: World, work: Callable[[], str], what: str, only_rank: int | No
 
 def _description(tables: list[Table], seed: int, world: World) -> dict[str, Any]:
     """What must be the same for an exact continuation."""
-    specs = {table.name: repr(table.spec(seed)) for table in tables}
-    return {"format": FORMAT, "world_size": world.size, "tables": specs}
+    return {"format": FORMAT, "world_size": world.size, "tables": _specs(tables, seed)}
+
+
+def _specs(tables: list[Table], seed: int) -> dict[str, str]:
+    return {table.name: repr(table.spec(seed)) for table in tables}
 
 
 def _import_rows(store: HostStore, tables: list[Table], pieces: dict[str, Any]) -> None:

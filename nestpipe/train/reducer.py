@@ -61,10 +61,11 @@ class DenseReducer:
             self.world.dense.raise_agreed(step.problem, [rank for rank in self._ranks if failed[rank]])
         if any_infinite:
             where = f"step {step.number}: " if step is not None else ""
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"{where}a loss or a gradient is not finite on some rank; nothing of this step was applied. Lower the "
                 "learning rate, clip gradients, or look for bad inputs in this batch"
             )
+            raise self.world.watch.agreed(error)
         if loss is not None:
             loss.copy_(sums[-1])
         return any_used
