@@ -67,7 +67,8 @@ class ClickData(Dataset):
 
     def samples(self, first: int, count: int) -> Batch:
         if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
-            raise ValueError(f"samples {first} .. {first + count - 1} were asked for, there are {self.num_samples}")
+            which = "at least 0" if self.num_samples is None else f"0 .. {self.num_samples - 1}"
+            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
         positions = np.arange(first, first + count, dtype=np.uint64)
         keys = self._keys(positions)
         dense = [_normal(_stream(f"dense {i}", self.seed, positions)) for i in range(NUM_DENSE)]
