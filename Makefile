@@ -5,10 +5,13 @@ export PATH := $(PATH):$(CURDIR)/$(BIN)
 JOBS := $(shell nproc)
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help install native native-test test test-slow check lint asan tsan bench clean
+.PHONY: help demo install native native-test test test-slow check lint asan tsan bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: install native ## train a DLRM on synthetic clicks with two ranks, from a fresh clone in minutes
+	$(BIN)/nestpipe train --ranks 2
 
 install: .venv/installed ## create .venv and install the package, its dependencies and the tools
 

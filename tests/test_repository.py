@@ -16,11 +16,12 @@ ALLOWED = {
     "store": set(),
     "data": {"store"},
     "distributed": set(),
+    "models": set(),
     "embedding": {"store", "data", "distributed"},
     "pipelining": {"embedding", "store", "data", "distributed"},
-    "train": {"pipelining", "embedding", "store", "data", "distributed"},
+    "train": {"models", "pipelining", "embedding", "store", "data", "distributed"},
     "bench": {"store"},
-    "cli": {"bench", "store"},
+    "cli": {"bench", "train", "pipelining", "distributed", "store"},
     "": {"data", "distributed", "embedding", "pipelining", "store", "train", "cli"},  # __init__.py and __main__.py
 }
 

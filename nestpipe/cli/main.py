@@ -6,12 +6,14 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import app as bench_app
+from nestpipe.cli.train import train
 
 app = typer.Typer(
     help="Train recommendation models whose embedding tables are larger than accelerator memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(train)
 app.add_typer(bench_app, name="bench")
 
 

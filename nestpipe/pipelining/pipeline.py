@@ -208,7 +208,8 @@ class Pipeline:
                 continue
             with self.trace.span("retrieve"):
                 buffers = retrieve_rows(route, self.store)
-            self._step = Step(self._number, route, buffers, self)
+            with self.trace.span("bring"):
+                self._step = Step(self._number, route, buffers, self)
             yield self._step
             if not self._step.is_applied:
                 raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")

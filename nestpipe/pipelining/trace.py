@@ -20,7 +20,8 @@ STAGES = {
 }
 """Stage -> the field of the summary that its time counts in."""
 
-TIME_FIELDS = tuple(dict.fromkeys(STAGES.values()))
+LANES = {"busy_host_ms": ("retrieve", "write_back"), "busy_exchange_ms": ("bring", "take")}
+"""The time a lane spends working, whoever waits for it."""
 BYTE_FIELDS = (
     "exchanged_row_bytes_per_step",
     "exchanged_gradient_bytes_per_step",
@@ -38,8 +39,8 @@ class StepTimes:
     num_samples: int = 0
     """of the global batch"""
     step_ms: float = 0.0
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_FIELDS, 0.0))
-    """TIME_FIELDS, in milliseconds; they add up to step_ms"""
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    """milliseconds of each stage; they add up to step_ms"""
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BYTE_FIELDS, 0))
     """BYTE_FIELDS; exchanged bytes are those to other ranks"""
 
@@ -47,8 +48,9 @@ class StepTimes:
 class Trace:
     """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
 
-    def __init__(self) -> None:
-        self.steps: list[StepTimes] = []
+    def __init__(self, steps: list[StepTimes] | None = None) -> None:
+        self.steps = steps if steps is not None else []
+        """those that were applied"""
         self.current = StepTimes(-1)
         """the step under way, or the time between two runs"""
         self._stage = ""
@@ -63,7 +65,7 @@ class Trace:
         """The step was applied: it counts."""
         self._switch("")
         self.current.num_samples = num_samples
-        self.current.step_ms = sum(self.current.parts.values())
+        self.current.step_ms = sum(self.current.stages.values())
         self.steps.append(self.current)
         self.current = StepTimes(-1)
 
@@ -84,6 +86,6 @@ class Trace:
 
     def _switch(self, stage: str) -> str:
         now = time.perf_counter_ns()
-        self.current.parts[STAGES[self._stage]] += (now - self._since) / 1e6
+        self.current.stages[self._stage] += (now - self._since) / 1e6
         outer, self._stage, self._since = self._stage, stage, now
         return outer

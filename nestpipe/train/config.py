@@ -142,6 +142,7 @@ class LoggingSection:
 class CheckpointSection:
     dir: str | None = key(None, "folder of the checkpoint; not set: none is written")
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
+    load: str | None = key(None, "checkpoint to go on from, until train.steps in all; not set: a new run")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
-from nestpipe.pipelining.trace import StepTimes
+from nestpipe.pipelining.trace import StepTimes, Trace
 from nestpipe.train.check_split import check_first_batch
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
@@ -82,9 +82,13 @@ class Trainer:
         batches: Iterable[Batch],
         steps: int | None = None,
         after_step: Callable[[FitResult], None] | None = None,
+        result: FitResult | None = None,
     ) -> FitResult:
-        """Trains until the data ends on all ranks, or for `steps` more steps. `after_step` sees the result so far."""
-        result = FitResult()
+        """Trains until the data ends on all ranks, or for `steps` more steps. `after_step` sees the result so far.
+
+        A result of an earlier call may be given to be added to.
+        """
+        result = result if result is not None else FitResult()
         if self.check_split:
             batches = check_first_batch(batches, self.model, self.features, self.store)
         with Pipeline(
@@ -95,15 +99,15 @@ class Trainer:
             steps=steps,
             first_step=self.num_steps,
             **self._options,  # type: ignore[arg-type]
+            trace=Trace(result.times),
         ) as pipeline:
-            result.times = pipeline.trace.steps
             for step in pipeline:
                 result.losses.append(self._train(step))
                 self.num_steps += 1
                 if after_step is not None:
                     with step.trace.span("other"):
                         after_step(result)
-            result.num_skipped = pipeline.num_skipped
+            result.num_skipped += pipeline.num_skipped
         return result
 
     def save(self, path: str | Path) -> None:
@@ -118,8 +122,9 @@ class Trainer:
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
     def _train(self, step: Step) -> float:
-        self.model.train()
-        self.optimizer.zero_grad()
+        with step.trace.span("dense"):
+            self.model.train()
+            self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for micro_batch in step:
             sums = loss_sums(self.model(micro_batch.embeddings, micro_batch.inputs), step.weights)

@@ -1,0 +1,77 @@
+"""Starting the ranks of a run on this machine, and seeing that all of them end."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import TCPStore
+
+GRACE_SECONDS = 5.0
+"""how long ranks may go on after one has failed: they hear of it and say so themselves"""
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(num_ranks: int, arguments: Sequence[str]) -> int:
+    """Runs `python -m nestpipe` with these arguments on each rank; returns the first exit code that is not 0, or 0."""
+    # Kept here, not by rank 0: the text of a failure can be read whichever rank has died.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [_start(rank, num_ranks, store.port, arguments) for rank in range(num_ranks)]
+    interrupted = False
+    try:
+        _wait(ranks)
+    except KeyboardInterrupt:
+        interrupted = True
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        _wait(ranks)
+    finally:
+        _end(ranks)
+    codes = [rank.returncode for rank in ranks if rank.returncode != 0]
+    if interrupted:
+        return 128 + signal.SIGINT
+    return 0 if not codes else codes[0] if codes[0] > 0 else 128 - codes[0]
+
+
+def _start(rank: int, num_ranks: int, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: the store is somebody else's
+    }
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost peer means is said by us
+    command = [sys.executable, "-m", "nestpipe", *arguments]
+    # A session of its own: Ctrl-C reaches the ranks through us, once. If this process dies, so do they.
+    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_die_with_parent)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed and the others have had time to."""
+    deadline = None
+    while any(rank.poll() is None for rank in ranks):
+        failed = any(rank.returncode not in (None, 0) for rank in ranks)
+        if failed and deadline is None:
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for number, rank in enumerate(ranks):
+        if rank.poll() is None:
+            print(f"nestpipe: rank {number} does not end by itself; it is killed", file=sys.stderr)
+            rank.kill()
+        rank.wait()

@@ -1,0 +1,78 @@
+"""What a run prints at its end."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from nestpipe.train.run import Summary
+from nestpipe.train.summary import TIME_FIELDS
+
+MEANINGS = {
+    "dense_ms": "dense compute",
+    "row_update_ms": "row optimizer",
+    "exposed_lookup_ms": "route, retrieve, write-back",
+    "exposed_exchange_ms": "rows out, gradients back",
+    "exposed_input_ms": "reading and dedup",
+    "exposed_reduce_ms": "dense all-reduce",
+    "other_ms": "progress and the like",
+    "unattributed_ms": "not accounted for",
+}
+
+
+def show_summary(summary: Summary, console: Console) -> None:
+    rows = [("steps", f"{summary['steps']}"), ("loss of the last step", _number(summary["final_loss"]))]
+    console.print(_table(f"{summary['schedule']}, {summary['ranks']} ranks", ("", ""), rows))
+    if summary["metrics"]:
+        _show_metrics(summary["metrics"], console)
+    _show_time(summary, console)
+    _show_memory(summary, console)
+    console.print(f"digest {summary['digest']}", highlight=False, soft_wrap=True)
+
+
+def _show_metrics(metrics: dict[str, float], console: Console) -> None:
+    kinds = (("AUC", "auc", "0.5"), ("normalised entropy", "normalised_entropy", "1.0"), ("log loss", "log_loss", ""))
+    rows = [(name, _number(metrics[f]), _number(metrics[f"{f}_ceiling"]), nothing) for name, f, nothing in kinds]
+    title = f"{metrics['num_samples']:,} held-out samples"
+    console.print(_table(None, (title, "model", "the generator's own probability", "knowing nothing"), rows))
+
+
+def _show_time(summary: Summary, console: Console) -> None:
+    step = summary["step_ms"]
+    rows = []
+    for field in TIME_FIELDS:
+        low, high = summary["spread"][field]
+        share = summary[field] / step if step > 0 else 0.0
+        rows.append((MEANINGS[field], f"{summary[field]:.2f}", f"{low:.2f} .. {high:.2f}", f"{share:.1%}"))
+    rows.append(("step (slowest rank)", f"{step:.2f}", "", f"{summary['samples_per_second']:,.0f} samples/s"))
+    console.print(_table(None, ("time of a step", "ms", "least and most of a rank", "share"), rows))
+
+
+def _show_memory(summary: Summary, console: Console) -> None:
+    tables = summary["tables"]
+    total = {
+        field: sum(t[field] for t in tables) for field in ("num_rows", "row_bytes", "state_bytes", "overhead_bytes")
+    }
+    largest = sorted(tables, key=lambda t: -t["num_rows"])
+    rows = [_memory_row(t["name"], t) for t in largest]
+    rows.append(_memory_row("all tables", total))
+    console.print(_table(None, ("table", "rows", "row MB", "state MB", "overhead MB"), rows))
+    console.print(f"peak memory of a rank {summary['peak_rss_bytes'] / 1e6:,.0f} MB", highlight=False)
+
+
+def _memory_row(name: str, table: dict[str, int]) -> tuple[str, ...]:
+    sizes = (f"{table[field] / 1e6:,.2f}" for field in ("row_bytes", "state_bytes", "overhead_bytes"))
+    return (name, f"{table['num_rows']:,}", *sizes)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def _table(title: str | None, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

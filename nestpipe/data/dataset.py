@@ -1,0 +1,64 @@
+"""What data is: samples by their position, and the batches that each rank takes of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from nestpipe.data.batch import Batch
+
+
+class Dataset(Protocol):
+    """Samples in one order for all ranks. A sample depends on the seed and on its position alone."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """None: endless."""
+
+    def samples(self, first: int, count: int) -> Batch:
+        """The samples first .. first + count - 1, which must exist; count 0: an empty batch of the same features."""
+
+
+class Batches(Iterator[Batch]):
+    """The batches of one rank: of each `batch_size * world_size` samples, the rank's `batch_size`, in order of rank.
+
+    So the global batch of 2 ranks is the batch of 1 rank with twice the batch size. The last global batch has what is
+    left, and some ranks may get a smaller or an empty part of it; then the iterator ends on all ranks together.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}, must be at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, must be 0 .. {world_size - 1} at world_size {world_size}")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.position = 0
+        """of the first sample that no rank was given yet"""
+
+    def __next__(self) -> Batch:
+        end = self.dataset.num_samples
+        if end is not None and self.position >= end:
+            raise StopIteration
+        first = _at_most(self.position + self.rank * self.batch_size, end)
+        batch = self.dataset.samples(first, _at_most(first + self.batch_size, end) - first)
+        self.position = _at_most(self.position + self.batch_size * self.world_size, end)
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """Where the next batch begins; the same on every rank."""
+        return {"position": self.position}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Goes on at a saved position; batch size and number of ranks may be others than when it was saved."""
+        position = state.get("position")
+        if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+            raise ValueError(f"the state of data must have a 'position', an integer of at least 0, got {dict(state)}")
+        end = self.dataset.num_samples
+        if end is not None and position > end:
+            raise ValueError(f"the state of data has position {position}, but the dataset has {end} samples only")
+        self.position = position
+
+
+def _at_most(position: int, end: int | None) -> int:
+    return position if end is None else min(position, end)

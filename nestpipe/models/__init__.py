@@ -1,0 +1,5 @@
+"""Models that return loss sums."""
+
+from nestpipe.models.dlrm import DLRM
+
+__all__ = ["DLRM"]

@@ -1,0 +1,96 @@
+"""A whole run, as a recipe says: train, save, evaluate, sum up."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe.distributed import Channel, World
+from nestpipe.train.build import Run, build
+from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
+from nestpipe.train.config import Config
+from nestpipe.train.config_text import to_toml
+from nestpipe.train.evaluate import evaluate
+from nestpipe.train.summary import summarise, table_memory
+from nestpipe.train.trainer import FitResult
+
+Summary = dict[str, Any]
+AfterStep = Callable[[FitResult], None]
+
+
+class ClickMetrics:
+    """How good the predicted clicks are, and how good the generator's own probability is: the ceiling."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Tensor]] = {"logit": [], "click": [], "ceiling": []}
+
+    def update(self, predictions: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        self._columns["logit"].append(predictions.double())
+        self._columns["click"].append(inputs["click"].double())
+        self._columns["ceiling"].append(inputs["click_probability"].double().logit())
+
+    def compute(self, channel: Channel) -> dict[str, float]:
+        logit, click, ceiling = (_all_ranks(parts, channel) for parts in self._columns.values())
+        metrics = {"auc": auc, "log_loss": log_loss, "normalised_entropy": normalised_entropy}
+        mine = {name: metric(logit, click) for name, metric in metrics.items()}
+        return mine | {f"{name}_ceiling": metric(ceiling, click) for name, metric in metrics.items()}
+
+
+def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
+    mine = torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+    return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
+
+
+def run(config: Config, world: World, after_step: AfterStep | None = None) -> Summary:
+    """All ranks call it, and get the same summary. Thread counts of the config must be resolved."""
+    assert config.runtime.dense_threads is not None
+    torch.set_num_threads(config.runtime.dense_threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    this_run = build(config, world)
+    trainer = this_run.trainer
+    if config.checkpoint.load is not None:
+        trainer.load(config.checkpoint.load)
+        this_run.batches.load_state({"position": trainer.num_steps * config.train.batch_size * world.size})
+    result = _train(config, this_run, after_step)
+    times = summarise(result.times, world)
+    summary: Summary = {
+        "schedule": config.pipeline.schedule,
+        "ranks": world.size,
+        "num_micro_batches": config.pipeline.num_micro_batches,
+        "steps": trainer.num_steps,
+        "final_loss": result.losses[-1] if result.losses else None,
+        "num_skipped_batches": result.num_skipped,
+        **times.fields,
+        "spread": times.spread,
+        "metrics": _evaluate(config, this_run),
+        "tables": [asdict(table) for table in table_memory(trainer)],
+        "digest": trainer.digest(),
+        "config": to_toml(config),
+    }
+    return summary
+
+
+def _train(config: Config, this_run: Run, after_step: AfterStep | None) -> FitResult:
+    """In one call of fit, or with a checkpoint after every so many steps."""
+    trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
+    result = FitResult()
+    while (left := config.train.steps - trainer.num_steps) > 0:
+        num_before = trainer.num_steps
+        steps = min(left, every - num_before % every) if folder and every else left
+        trainer.fit(this_run.batches, steps, after_step, result)
+        if folder:
+            trainer.save(Path(folder))
+        if trainer.num_steps < num_before + steps:
+            break  # the data has ended
+    return result
+
+
+def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
+    if config.evaluate.num_samples == 0:
+        return {}
+    evaluation = evaluate(this_run.trainer, this_run.held_out, [ClickMetrics()])
+    numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
+    return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}

@@ -1,0 +1,82 @@
+"""Where the time, the bytes and the memory of a run went, over all ranks."""
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nestpipe.distributed import World
+from nestpipe.pipelining.trace import BYTE_FIELDS, LANES, STAGES, StepTimes
+
+if TYPE_CHECKING:
+    from nestpipe.train.trainer import Trainer
+
+TIME_FIELDS = tuple(dict.fromkeys(STAGES.values()))
+
+
+@dataclass(frozen=True)
+class TimeSummary:
+    fields: dict[str, float]
+    """step_ms of the slowest rank, its parts as means over ranks, bytes a rank and step, samples_per_second, ..."""
+    spread: dict[str, tuple[float, float]]
+    """of each part of step_ms, the least and the most that a rank has"""
+
+
+@dataclass(frozen=True)
+class TableMemory:
+    """Of all ranks together."""
+
+    name: str
+    num_rows: int
+    row_bytes: int
+    state_bytes: int
+    overhead_bytes: int
+    """keys, index, step numbers"""
+
+
+def counted(times: Sequence[StepTimes]) -> Sequence[StepTimes]:
+    """Without the first tenth, at least five: they warm up. A shorter run counts its last step alone."""
+    return times[min(max(5, len(times) // 10), len(times) - 1) :] if times else times
+
+
+def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
+    """All ranks call it, and get the same."""
+    steps = counted(times)
+    names = ("step_ms", *TIME_FIELDS, *LANES, *BYTE_FIELDS, "peak_rss_bytes")
+    mine = torch.tensor([_mean_of_rank(steps, name) for name in names], dtype=torch.float64)
+    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
+    columns = {name: of_ranks[:, i] for i, name in enumerate(names)}
+    largest = {"step_ms", "peak_rss_bytes", "unattributed_ms"}
+    fields = {name: float(c.max() if name in largest else c.mean()) for name, c in columns.items()}
+    samples = sum(step.num_samples for step in steps) / max(len(steps), 1)
+    fields["samples_per_second"] = samples / fields["step_ms"] * 1e3 if fields["step_ms"] > 0 else 0.0
+    return TimeSummary(fields, {name: (float(columns[name].min()), float(columns[name].max())) for name in TIME_FIELDS})
+
+
+def _mean_of_rank(steps: Sequence[StepTimes], name: str) -> float:
+    if name == "peak_rss_bytes":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return sum(_value(step, name) for step in steps) / max(len(steps), 1)
+
+
+def _value(step: StepTimes, name: str) -> float:
+    if name == "step_ms":
+        return step.step_ms
+    if name in BYTE_FIELDS:
+        return step.sizes[name]
+    stages = LANES.get(name) or [stage for stage, part in STAGES.items() if part == name]
+    return sum(step.stages[stage] for stage in stages)
+
+
+def table_memory(trainer: "Trainer") -> list[TableMemory]:
+    """All ranks call it, and get the same."""
+    reports = [trainer.store.memory(table.name) for table in trainer.tables]
+    numbers = torch.tensor([[r.num_rows, r.metadata_bytes + r.index_bytes] for r in reports])
+    trainer.world.control.all_reduce_sum(numbers)
+    memory = []
+    for table, (num_rows, overhead) in zip(trainer.tables, numbers.tolist(), strict=True):
+        item, width = table.dtype.itemsize, table.spec(trainer.seed).state_width
+        memory.append(TableMemory(table.name, num_rows, num_rows * table.dim * item, num_rows * width * item, overhead))
+    return memory
