@@ -1,6 +1,7 @@
 """Synchronous training of recommendation models whose embedding tables live in host memory."""
 
 from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.dataset import Batches
 from nestpipe.distributed.world import World
 from nestpipe.embedding import row_optimizer as rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -8,22 +9,27 @@ from nestpipe.embedding.row_optimizer import RowOptimizer
 from nestpipe.embedding.table import Pooled, Sequence, Table
 from nestpipe.pipelining.pipeline import NonFiniteError, pipeline
 from nestpipe.store import init
+from nestpipe.train.evaluate import evaluate
 from nestpipe.train.reducer import DenseReducer
+from nestpipe.train.scorer import Scorer
 from nestpipe.train.trainer import Trainer
 
 __all__ = [
     "Batch",
+    "Batches",
     "DenseReducer",
     "Embeddings",
     "Jagged",
     "NonFiniteError",
     "Pooled",
     "RowOptimizer",
+    "Scorer",
     "Sequence",
     "Table",
     "Trainer",
     "World",
     "__version__",
+    "evaluate",
     "init",
     "pipeline",
     "rows",

@@ -1,5 +1,6 @@
 """Evaluation: the loss and metrics of a model as it is, at a step boundary, without a trace in its tables."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,27 +42,34 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
     model, channel = trainer.model, trainer.world.evaluate
     if metrics and not hasattr(model, "predict"):
         raise ValueError(f"{type(model).__name__} has no method predict(embeddings, inputs), which metrics need")
-    sums: dict[str, float] = {}
-    weights: dict[str, float] = {}
+    totals: dict[str, tuple[float, float]] = {}
     counts = torch.zeros(2, dtype=torch.int64)
     iterator = iter(batches)
     with channel.watch.reporting(), _reading_mode(model):
         while (reading := read_batch(trainer.features, _next(iterator), trainer.store, channel)) is not None:
-            for name, weight in reading.weights.items():
-                weights[name] = weights.get(name, 0.0) + weight
+            _add(totals, {name: (0.0, weight) for name, weight in reading.weights.items()})
             counts[1] += reading.num_untrained_keys
             for part in reading:
                 counts[0] += part.num_samples
-                for name, value in loss_sums(model(part.embeddings, part.inputs), reading.weights).items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
+                sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
+                _add(totals, {name: (float(value), 0.0) for name, value in sums.items()})
                 for metric in metrics:
                     metric.update(model.predict(part.embeddings, part.inputs), part.inputs)  # type: ignore[operator]
-        totals = torch.tensor([sums.get(name, 0.0) for name in sorted(weights)], dtype=torch.float64)
-        channel.all_reduce_sum(totals)
         channel.all_reduce_sum(counts)
+        of_ranks = [json.loads(text) for text in channel.share_text(json.dumps(totals))]
         computed = {name: value for metric in metrics for name, value in metric.compute(channel).items()}
-    divided = [float(t) / weights[name] for name, t in zip(sorted(weights), totals, strict=True) if weights[name] > 0]
-    return Evaluation(sum(divided), int(counts[0]), int(counts[1]), computed)
+    all_totals: dict[str, tuple[float, float]] = {}
+    for of_rank in of_ranks:
+        _add(all_totals, of_rank)
+    loss = sum(loss_sum / weight for loss_sum, weight in all_totals.values() if weight > 0)
+    return Evaluation(loss, int(counts[0]), int(counts[1]), computed)
+
+
+def _add(totals: dict[str, tuple[float, float]], more: Mapping[str, tuple[float, float]]) -> None:
+    """Loss sums and weights, by name of the loss; a rank without data has no names."""
+    for name, (loss_sum, weight) in more.items():
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = (before[0] + loss_sum, before[1] + weight)
 
 
 def _next(iterator: Iterator[Batch]) -> Batch | Exception | None:

@@ -29,7 +29,8 @@ class Reading:
     """A batch routed and its rows retrieved, on one channel. A missing key has its initial row."""
 
     def __init__(self, features: Mapping[str, Feature], route: Route, store: HostStore, channel: Channel) -> None:
-        self.weights = route.weights
+        self.weights = route.request.weights
+        """of this rank's batch"""
         self._features = features
         self._request = route.request
         buffers = retrieve_rows(route, store)

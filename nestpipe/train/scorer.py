@@ -33,6 +33,5 @@ class Scorer:
         """What the model's `predict` returns for this batch."""
         reading = read_batch(self.features, batch, self.store, self._channel)
         assert reading is not None
-        (prediction,) = (self.model.predict(part.embeddings, part.inputs) for part in reading)  # type: ignore[operator]
-        assert isinstance(prediction, Tensor)
-        return prediction
+        parts = [self.model.predict(part.embeddings, part.inputs) for part in reading]  # type: ignore[operator]
+        return torch.cat(parts) if parts else torch.empty(0)

@@ -18,6 +18,7 @@ from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
 from nestpipe.train.loss import loss_sums
 from nestpipe.train.reducer import DenseReducer
+from nestpipe.train.tables_io import export_embedding, import_rows
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -117,6 +118,14 @@ class Trainer:
     def load(self, path: str | Path) -> None:
         """Goes on where `save` left off, exactly, at the same world size."""
         load(self, Path(path))
+
+    def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
+        """The keys of a table, ascending, and their rows as plain torch; on every rank."""
+        return export_embedding(self, table)
+
+    def import_rows(self, table: str, keys: Tensor, rows: Tensor) -> None:
+        """Pretrained rows, the same on every rank; each keeps those it owns."""
+        import_rows(self, table, keys, rows)
 
     def digest(self) -> str:
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)

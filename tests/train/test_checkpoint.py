@@ -131,3 +131,25 @@ def test_damaged_or_foreign(saved: Path, spoil, text: str) -> None:
         trainer.load(saved)
     assert text in str(raised.value)
     assert trainer.digest() == before
+
+
+def save_where_nothing_can_be_written(world: World) -> tuple[str, str, int]:
+    trainer = make_trainer(world, CASE)
+    batches = share_of(global_batches(2), world)
+    trainer.fit(batches[:1])
+    try:
+        trainer.save("/proc/nestpipe")  # for root, too, a place where no folder can be made
+        raised: Exception = AssertionError("nothing was raised")
+    except Exception as error:
+        raised = error
+    trainer.fit(batches[1:])
+    return type(raised).__name__, str(raised), trainer.num_steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_disk_that_cannot_be_written(size: int) -> None:
+    here = save_where_nothing_can_be_written
+    for name, text, num_steps in [here(World())] if size == 1 else run_ranks(size, here):
+        assert name == CheckpointError.__name__
+        assert "saving to /proc/nestpipe failed: rank 0: " in text
+        assert num_steps == 2

@@ -1,0 +1,167 @@
+"""`nestpipe train` as a user calls it: recipes, ranks, summaries, and how it ends when something goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nestpipe.pipelining.trace import BYTE_FIELDS
+from nestpipe.train.config_text import describe
+from nestpipe.train.summary import TIME_FIELDS
+
+SMALL = ("model.dim=8", "model.bottom=[16]", "model.top=[32]", "train.batch_size=64", "evaluate.num_samples=500")
+
+
+def start(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    sets = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+    command = [sys.executable, "-m", "nestpipe", "train", *arguments, *sets]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(*arguments: str, settings: tuple[str, ...] = (), expected: int = 0) -> str:
+    """What it printed."""
+    process = start(*arguments, settings=settings)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == expected, out + err
+    return out if expected == 0 else err
+
+
+def summary_of(path: Path, *arguments: str, settings: tuple[str, ...] = ()) -> dict:
+    train("--json", str(path), *arguments, settings=settings)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_summary(ranks: int, tmp_path: Path) -> None:
+    """Fails if the parts of a step are not those of the step: if Trace.end_step leaves out a stage."""
+    summary = summary_of(tmp_path / "a.json", "--ranks", str(ranks), settings=("train.steps=12",))
+    for field in (*TIME_FIELDS, *BYTE_FIELDS, "step_ms", "samples_per_second", "peak_rss_bytes", "final_loss"):
+        assert summary[field] >= 0, field
+    assert (summary["schedule"], summary["ranks"], summary["num_micro_batches"]) == ("serial", ranks, 1)
+    assert summary["steps"] == 12
+    assert sum(summary[field] for field in TIME_FIELDS) == pytest.approx(
+        summary["step_ms"], rel=0.3 if ranks > 1 else 1e-6
+    )
+    assert (summary["exchanged_row_bytes_per_step"] > 0) == (ranks > 1)
+    assert summary["exchanged_row_bytes_per_step"] == summary["exchanged_gradient_bytes_per_step"]
+    assert summary["retrieved_bytes_per_step"] == summary["written_back_bytes_per_step"] > 0
+    assert set(summary["metrics"]) >= {"auc", "normalised_entropy", "log_loss", "auc_ceiling", "num_untrained_keys"}
+    assert summary["metrics"]["num_samples"] == 500
+    assert len(summary["tables"]) == 26
+    again = summary_of(tmp_path / "b.json", "--ranks", str(ranks), settings=("train.steps=12",))
+    assert again["digest"] == summary["digest"]
+
+
+def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path / "a.json", settings=("train.steps=3", "row_optimizer.kind=adam"))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(summary["config"])
+    assert summary_of(tmp_path / "b.json", str(recipe))["digest"] == summary["digest"]
+
+
+def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Fails if run starts the data at the beginning again."""
+    folder = f"checkpoint.dir={tmp_path / 'save'}"
+    whole = summary_of(tmp_path / "a.json", "--ranks", "2", settings=("train.steps=7",))
+    summary_of(tmp_path / "b.json", "--ranks", "2", settings=("train.steps=4", folder, "checkpoint.every=3"))
+    load = f"checkpoint.load={tmp_path / 'save'}"
+    rest = summary_of(tmp_path / "c.json", "--ranks", "2", settings=("train.steps=7", load))
+    assert rest["digest"] == whole["digest"]
+
+
+def test_data_that_ends_and_tables_of_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[data]\nnum_samples = 150\n[[tables]]\nname = 'c03'\noptimizer = 'sgd'\nlr = 0.5\n")
+    summary = summary_of(tmp_path / "a.json", str(recipe))
+    assert summary["steps"] == 3
+    assert {table["name"]: table["state_bytes"] for table in summary["tables"]}["c03"] == 0
+
+
+def test_progress_lines(tmp_path: Path) -> None:
+    out = train(settings=("train.steps=5", "logging.every=2"))
+    assert [line.split(",")[0] for line in out.splitlines() if line.startswith("step ")] == [
+        "step 2 of 5",
+        "step 4 of 5",
+        "step 5 of 5",
+    ]
+
+
+def test_list_keys_and_help() -> None:
+    out = train("--list-keys")
+    assert all(key.split(".")[0] in out for key, *_ in describe())
+    text = subprocess.run([sys.executable, "-m", "nestpipe", "train", "--help"], capture_output=True, text=True).stdout
+    assert all(option in text for option in ("--set", "--ranks", "--json", "--list-keys", "recipe"))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_config_errors(ranks: str, tmp_path: Path) -> None:
+    def refused(*arguments: str, settings: tuple[str, ...] = ()) -> str:
+        started = time.perf_counter()
+        err = train(*arguments, "--ranks", ranks, settings=settings, expected=2)
+        assert time.perf_counter() - started < 30
+        return err
+
+    assert "unknown key train.step of --set; did you mean train.steps?" in refused(settings=("train.step=3",))
+    assert 'train.steps of --set is "many" (a string), must be an integer' in refused(settings=("train.steps=many",))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[train]\nsteps = ")
+    assert f"{recipe} is not valid TOML" in refused(str(recipe))
+    assert "cannot be written" in refused("--json", str(tmp_path / "no" / "file.json"))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_errors_of_a_run_end_every_rank(ranks: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[[tables]]\nname = 'c10'\nmax_rows = 100\n")
+    err = train(str(recipe), "--ranks", ranks, expected=1)
+    assert "would have" in err
+    assert "more than its max_rows = 100" in err
+    assert err.count("nestpipe: ") == int(ranks), err
+
+
+def rank_processes(parent: int) -> list[int]:
+    found = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid="], capture_output=True, text=True).stdout
+    return [int(line) for line in found.split()]
+
+
+def started_run() -> tuple[subprocess.Popen[str], list[int]]:
+    """A run of two ranks, at its third step or later."""
+    process = start("--ranks", "2", settings=("train.steps=100000", "logging.every=1"))
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 3"):
+        assert process.poll() is None
+    return process, rank_processes(process.pid)
+
+
+@pytest.mark.parametrize("kind", ["interrupted", "killed", "stopped"])
+def test_how_a_run_ends(kind: str) -> None:
+    process, ranks = started_run()
+    assert len(ranks) == 2
+    started = time.perf_counter()
+    if kind == "interrupted":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(ranks[1], signal.SIGKILL if kind == "killed" else signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert time.perf_counter() - started < 15
+    assert process.returncode == {"interrupted": 130, "killed": 1, "stopped": 1}[kind], err
+    text = {"interrupted": "interrupted (Ctrl-C)", "killed": "rank 1 failed: its connection was closed, it has died"}
+    assert text.get(kind, "rank 1 failed") in err
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
+
+
+def test_ranks_end_with_their_parent() -> None:
+    process, ranks = started_run()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)

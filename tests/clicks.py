@@ -1,0 +1,34 @@
+"""A small DLRM on a small synthetic click log, for tests of what surrounds the step."""
+
+import torch
+
+import nestpipe
+from nestpipe import World
+from nestpipe.data.dataset import Batches
+from nestpipe.data.synthetic import NUM_DENSE, ClickData
+from nestpipe.models import DLRM
+
+DIM = 8
+DATA = ClickData(seed=1, scale=0.001)
+
+
+def features() -> dict[str, nestpipe.Pooled]:
+    optimizer = nestpipe.rows.Adagrad(lr=0.1)
+    return {name: nestpipe.Pooled(nestpipe.Table(name, DIM, optimizer=optimizer)) for name in DATA.feature_names}
+
+
+def model() -> DLRM:
+    return DLRM(NUM_DENSE, DATA.feature_names, DIM, bottom=(16,), top=(32,), seed=3)
+
+
+def make_trainer(world: World) -> nestpipe.Trainer:
+    return nestpipe.Trainer(
+        model(), features(), dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 3e-3), world=world, seed=5
+    )
+
+
+def batches(world: World, batch_size: int = 64, position: int = 0) -> Batches:
+    """Of this rank; batch_size is that of the global batch."""
+    result = Batches(DATA, batch_size // world.size, world.rank, world.size)
+    result.load_state({"position": position})
+    return result
