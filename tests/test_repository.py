@@ -85,6 +85,21 @@ def test_links_and_commands_of_documents_exist(document: Path) -> None:
         assert command in targets, f"{document.name} names make {command}"
 
 
+def test_every_line_of_exactness_has_its_test() -> None:
+    """For each schedule that the package has; and each such file says what makes it fail."""
+    from nestpipe.pipelining.pipeline import SCHEDULES
+
+    rows = re.findall(
+        r"^\| ([EI]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/.]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M
+    )
+    assert [line for line, *_ in rows] == [*(f"E{i}" for i in range(1, 5)), *(f"I{i}" for i in range(1, 16))]
+    for line, schedules, file in rows:
+        if set(schedules.split(", ")) & set(SCHEDULES):
+            assert (ROOT / file).exists(), f"{line} needs {file} for {schedules}"
+            docstring = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+            assert "ails" in docstring, f"{file} does not say which change makes it fail"
+
+
 def test_versions_agree() -> None:
     import nestpipe
 

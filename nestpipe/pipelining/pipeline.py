@@ -29,6 +29,8 @@ class MicroBatch:
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]
+    """by table: the distinct rows, in which the gradient arrives"""
     num_samples: int
     is_last: bool
     """the last of this rank's step"""
@@ -52,7 +54,8 @@ class Step:
         self.problem = room_error(buffers, pipeline.store)
         """why this step must not be applied; the dense reduction tells all ranks"""
         self._route = route
-        self._buffers = buffers
+        self.buffers = buffers
+        """the working set of this rank, as an owner"""
         self._pipeline = pipeline
         self._window = Window(route, buffers, pipeline.world.rows, pipeline.world.gradients, pipeline.window)
         self._num_taken = 0
@@ -75,7 +78,8 @@ class Step:
                 if i in trained:
                     seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
                     embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
-                    yield MicroBatch(embeddings, request.inputs[i], request.num_samples[i], i == trained[-1])
+                    is_last = i == trained[-1]
+                    yield MicroBatch(embeddings, request.inputs[i], leaves, request.num_samples[i], is_last)
             with trace.span("take"):
                 self._window.take(i, {name: leaf.grad for name, leaf in leaves.items()})
             self._num_taken += 1
@@ -91,9 +95,9 @@ class Step:
             gradients = self._gradients
             if gradient_scale != 1.0:
                 gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
-            update_rows(self._buffers, gradients, self.number + 1)
+            update_rows(self.buffers, gradients, self.number + 1)
         with self.trace.span("write_back"):
-            write_back(self._buffers, self._pipeline.store, self.number)
+            write_back(self.buffers, self._pipeline.store, self.number)
         self.is_applied = True
         self.trace.enter("")
         self._count_bytes()
@@ -128,11 +132,11 @@ class Step:
         return self._window.gradient_bytes
 
     def _count_bytes(self) -> None:
-        written = [buffer.records.nbytes for buffer in self._buffers if not buffer.table.frozen]
+        written = [buffer.records.nbytes for buffer in self.buffers if not buffer.table.frozen]
         self.trace.add_bytes("exchanged_row_bytes_per_step", self.row_bytes)
         self.trace.add_bytes("exchanged_gradient_bytes_per_step", self.gradient_bytes)
         self.trace.add_bytes("exchanged_key_bytes_per_step", self._route.key_bytes)
-        self.trace.add_bytes("retrieved_bytes_per_step", sum(buffer.records.nbytes for buffer in self._buffers))
+        self.trace.add_bytes("retrieved_bytes_per_step", sum(buffer.records.nbytes for buffer in self.buffers))
         self.trace.add_bytes("written_back_bytes_per_step", sum(written))
 
 

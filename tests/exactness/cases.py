@@ -11,8 +11,10 @@ from nestpipe.data import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Pooled, Sequence, Table
+from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.store import init
 from nestpipe.train.trainer import Trainer
+from tests.ranks import run_ranks
 
 NUM_KEYS = 60
 STEPS = 50
@@ -47,6 +49,7 @@ class Case:
     num_micro_batches: int = 1
     window: str = "once"
     steps: int = STEPS
+    schedule: str = "serial"
 
 
 def features_of(case: Case) -> dict[str, Feature]:
@@ -109,10 +112,22 @@ def make_trainer(world: World, case: Case) -> Trainer:
         features,
         dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
         world=world,
+        schedule=case.schedule,
         num_micro_batches=case.num_micro_batches,
         window=case.window,
         seed=3,
     )
+
+
+def on_ranks(size: int, function, *arguments) -> list:
+    """[function(world, *arguments) of rank 0, 1, ...]; a world of one in this process."""
+    return [function(World(), *arguments)] if size == 1 else run_ranks(size, function, *arguments)
+
+
+def make_pipeline(world: World, case: Case, batches: list[Batch]) -> Pipeline:
+    """For a loop of one's own."""
+    options = {"schedule": case.schedule, "num_micro_batches": case.num_micro_batches, "window": case.window}
+    return Pipeline(features_of(case), batches, world=world, seed=3, **options)
 
 
 def share_of(batches: list[Batch], world: World) -> list[Batch]:

@@ -1,0 +1,37 @@
+"""I5: all ranks issue the same collectives in the same order, whatever data they have.
+
+Fails if Window.bring returns early on a rank whose micro-batch is empty.
+"""
+
+import pytest
+
+from nestpipe import World
+from nestpipe.distributed import Channel
+from nestpipe.pipelining.pipeline import SCHEDULES
+from tests.exactness.cases import Case, global_batches, make_trainer
+from tests.ranks import run_ranks
+
+
+def collectives(world: World, schedule: str) -> dict[str, list[str]]:
+    """By channel, the kinds of collectives, in order. Rank 0 has few samples, rank 1 none, rank 2 ends early."""
+    calls: dict[str, list[str]] = {}
+    original = Channel._run
+
+    def record(channel: Channel, collective) -> None:
+        calls.setdefault(channel.name, []).append(collective.__qualname__)
+        original(channel, collective)
+
+    Channel._run = record
+    trainer = make_trainer(world, Case("adam", "shared", 4, schedule=schedule))
+    batches = global_batches(6)
+    mine = {0: [batch[:2] for batch in batches], 1: [], 2: batches[:3]}[world.rank]
+    trainer.fit(mine)
+    return calls
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_same_order_on_every_rank(schedule: str) -> None:
+    first, *others = run_ranks(3, collectives, schedule)
+    assert len(first["row exchange"]) == 6 * 4
+    assert len(first["gradient return"]) == 6 * 4
+    assert all(calls == first for calls in others)

@@ -1,0 +1,53 @@
+"""I6: the owner dedups again, per table; two requesters of one key lose no gradient, (A, 5) and (B, 5) are two keys.
+
+Fails if _decode_keys dedups the keys of all tables together, or if OwnerTable.gradient keeps one requester's only.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
+from nestpipe.pipelining.pipeline import SCHEDULES
+from tests.exactness.cases import on_ranks
+
+
+class Weighted(nn.Module):
+    """The gradient of a row is the sum of its samples' factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, embeddings, inputs) -> Tensor:
+        return (inputs["factor"] * embeddings["a"].sum(1) + 10 * inputs["factor"] * embeddings["b"].sum(1)).sum()
+
+
+def train_shared_key(world: World, schedule: str) -> dict[str, list[tuple[int, list[float]]]]:
+    """Every rank has key 5 in both tables; rank r in r + 1 samples, with factor 1 each, in two micro-batches."""
+    options = {"init": init.Constant(0.0), "optimizer": rows.SGD(1.0), "dtype": torch.float64}
+    features = {"a": Pooled(Table("A", 2, **options)), "b": Pooled(Table("B", 3, **options))}
+    trainer = Trainer(
+        Weighted(),
+        features,
+        dense_optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        world=world,
+        schedule=schedule,
+        num_micro_batches=2,
+    )
+    count = world.rank + 1
+    keys = Jagged.one_each(torch.full((count,), 5))
+    factor = torch.ones(count, dtype=torch.float64)
+    trainer.fit([Batch({"a": keys, "b": keys}, {"factor": factor}, weight=0.5 * count)])
+    pieces = {name: trainer.store.export_piece(name, 0, 65536) for name in ("A", "B")}
+    return {name: list(zip(p.keys.tolist(), p.records.tolist(), strict=True)) for name, p in pieces.items()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_one_key_of_all_ranks_in_two_tables(schedule: str, size: int) -> None:
+    results = on_ranks(size, train_shared_key, schedule)
+    num_samples = size * (size + 1) // 2
+    gradient = num_samples / (0.5 * num_samples)  # I7: of the global weight
+    assert [row for result in results for row in result["A"]] == [(5, [-gradient] * 2)]
+    assert [row for result in results for row in result["B"]] == [(5, [-10 * gradient] * 3)]

@@ -1,0 +1,57 @@
+"""I9: one order of summation, in both windows: a requester's micro-batches in order, then the requesters by rank.
+
+Fails if OwnerTable.gradient adds the requesters in another order, or RequesterTable.add_gradient the micro-batches.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
+from nestpipe.pipelining.pipeline import SCHEDULES
+from tests.exactness.cases import on_ranks
+
+FACTORS = torch.tensor([1.0, 1e8, -1e8, 3.0, 1e-3, 7e7, -7e7, 1e-6], dtype=torch.float32)
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, embeddings, inputs) -> Tensor:
+        return (inputs["factor"] * embeddings["a"].sum(1)).sum()
+
+
+def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]:
+    """Every sample has key 5, and each is a micro-batch of its own; rank r has the factors from r on."""
+    table = Table("A", 1, init=init.Constant(0.0), optimizer=rows.SGD(1.0))
+    trainer = Trainer(
+        Weighted(),
+        {"a": Pooled(table)},
+        dense_optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        world=world,
+        schedule=schedule,
+        num_micro_batches=len(FACTORS),
+        window=window,
+        check_split=False,
+    )
+    batch = Batch(
+        {"a": Jagged.one_each(torch.full((8,), 5))}, {"factor": FACTORS.roll(-world.rank)}, weight=1.0 / world.size
+    )
+    trainer.fit([batch])
+    return trainer.store.export_piece("A", 0, 65536).records.flatten().tolist()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("window", ["once", "resend"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_order(schedule: str, window: str, size: int) -> None:
+    total = torch.zeros(())
+    for rank in range(size):
+        of_rank = torch.zeros(())
+        for factor in FACTORS.roll(-rank):
+            of_rank = of_rank + factor
+        total = total + of_rank
+    found = [row for rows in on_ranks(size, gradient_of_one_key, schedule, window) for row in rows]
+    assert found == [-float(total)]

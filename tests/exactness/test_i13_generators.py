@@ -1,0 +1,55 @@
+"""I13: the library draws from no default generator; a model's dropout depends on (seed, step, rank, micro-batch) alone.
+
+Fails if Step.__iter__ does not seed the generators, or if something in the package calls torch.rand without one.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nestpipe import World
+from nestpipe.pipelining.pipeline import SCHEDULES
+from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+
+CASE = Case("adagrad", "shared", 3, steps=5)
+
+
+def train_with_dropout(world: World, schedule: str, noise: bool) -> tuple[str, bool]:
+    """The digest; and whether Python's and numpy's generators are as they were. The reader may draw as it likes."""
+
+    def reader():
+        for batch in share_of(global_batches(CASE.steps), world):
+            if noise:
+                torch.rand(7)
+            yield batch
+
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
+    trainer.check_split = False
+    dense = trainer.model.dense
+    trainer.model.dense = lambda parts, label: dense([F.dropout(part, 0.5) for part in parts], label)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    trainer.fit(reader())
+    return trainer.digest(), before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_dropout_depends_on_the_step_alone(schedule: str, size: int) -> None:
+    quiet = on_ranks(size, train_with_dropout, "serial", False)
+    noisy = on_ranks(size, train_with_dropout, schedule, True)
+    assert noisy == quiet
+    assert all(untouched for _, untouched in quiet)
+
+
+def test_masks_differ_between_micro_batches_and_ranks() -> None:
+    from nestpipe.pipelining.pipeline import seed_generators
+
+    masks = set()
+    for purpose in ((3, 0, 0, 0), (3, 0, 0, 1), (3, 0, 1, 0), (3, 1, 0, 0), (4, 0, 0, 0)):
+        seed_generators(*purpose)
+        masks.add(torch.rand(8).numpy().tobytes())
+    assert len(masks) == 5

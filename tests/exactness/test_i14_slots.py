@@ -1,0 +1,65 @@
+"""I14: slot i of a buffer is the i-th owned key of its batch in route order: by requester rank, each in first use.
+
+Fails if _decode_keys sorts the keys of an owner.
+"""
+
+import pytest
+import torch
+
+from nestpipe import World
+from nestpipe.pipelining.pipeline import SCHEDULES
+from nestpipe.store import hash_keys
+from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
+
+CASE = Case("adagrad", "shared", 2, steps=4)
+
+
+def owner_of(key: int, size: int) -> int:
+    bucket = (int(hash_keys("item", torch.tensor([key]))) & (2**64 - 1)) >> 48
+    return bucket * size // 65536
+
+
+def first_uses(batch) -> list[int]:
+    """The keys of a batch as micro-batches meet them: half by half, feature by feature, without padding."""
+    keys: list[int] = []
+    for samples in torch.arange(len(batch)).tensor_split(CASE.num_micro_batches):
+        part = batch[samples]
+        keys += [*part.keys["items"].values.tolist(), *(k for k in part.keys["tags"].values.tolist() if k != -7)]
+    return list(dict.fromkeys(keys))
+
+
+def slots(world: World, schedule: str) -> list[tuple[list[int], list[int]]]:
+    """For each step, the keys of this rank's buffer, and those expected."""
+    case = Case(CASE.optimizer, CASE.layout, CASE.num_micro_batches, steps=CASE.steps, schedule=schedule)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    batches = global_batches(case.steps)
+    found = []
+    with make_pipeline(world, case, share_of(batches, world)) as pipeline:
+        for step, batch in zip(pipeline, batches, strict=True):
+            asked = [
+                key
+                for rank in range(world.size)
+                for key in first_uses(share_of([batch], Elsewhere(rank, world.size))[0])
+            ]
+            expected = [key for key in dict.fromkeys(asked) if owner_of(key, world.size) == world.rank]
+            found.append((step.buffers[0].keys.tolist(), expected))
+            for micro_batch in step:
+                (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
+            step.update_rows()
+    return found
+
+
+class Elsewhere:
+    """A rank that is not here."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_slots_in_route_order(schedule: str, size: int) -> None:
+    for of_rank in on_ranks(size, slots, schedule):
+        assert len(of_rank) == CASE.steps
+        for keys, expected in of_rank:
+            assert keys == expected

@@ -1,0 +1,32 @@
+"""I15: the leaf of a micro-batch is a fresh gather, never a view of memory that something else writes.
+
+Fails if RequesterTable.leaf returns the rows of the requester instead of a gather of them when all are used.
+"""
+
+import pytest
+
+from nestpipe import World
+from nestpipe.pipelining.pipeline import SCHEDULES
+from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
+
+
+def spoil_leaves(world: World, schedule: str, spoil: bool) -> list[str]:
+    """Trains; a model that ruins its leaf after its backward ruins nothing else. Returns the rows, as text."""
+    case = Case("sgd", "shared", 2, steps=4, schedule=schedule)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
+        for step in pipeline:
+            for micro_batch in step:
+                (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
+                if spoil:
+                    for leaf in micro_batch.leaves.values():
+                        leaf.data.fill_(1e6)
+            step.update_rows()
+    piece = pipeline.store.export_piece("item", 0, 65536)
+    return [str(row) for row in piece.records.tolist()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_leaves_are_nobody_elses(schedule: str, size: int) -> None:
+    assert on_ranks(size, spoil_leaves, schedule, True) == on_ranks(size, spoil_leaves, "serial", False)
