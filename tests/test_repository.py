@@ -19,7 +19,7 @@ ALLOWED = {
     "embedding": {"store", "data", "distributed"},
     "pipelining": {"embedding", "store", "data", "distributed"},
     "train": {"pipelining", "embedding", "store", "data", "distributed"},
-    "bench": {"store"},
+    "bench": {"train", "pipelining", "embedding", "store", "data", "distributed"},
     "cli": {"bench", "store"},
     "": {"data", "distributed", "embedding", "pipelining", "store", "train", "cli"},  # __init__.py and __main__.py
 }
