@@ -106,7 +106,7 @@ class DenseLoop(Loop):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.embedded.grad = None
-        return float(loss)
+        return float(loss.detach())
 
 
 class PlainLoop(Loop):
@@ -126,7 +126,7 @@ class PlainLoop(Loop):
         self.row_optimizer.step()
         self.optimizer.zero_grad()
         self.row_optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 class OurLoop(Loop):
@@ -155,13 +155,12 @@ class OurLoop(Loop):
     def step(self) -> float:
         step = next(self.pipeline)
         for micro_batch in step:
-            pooled = [value for value in micro_batch.embeddings.values() if isinstance(value, Tensor)]  # all of them
-            loss = self.dense(torch.cat(pooled, dim=1), micro_batch.inputs["label"]) / step.weight
+            loss = self.dense(micro_batch.embeddings.side_by_side(), micro_batch.inputs["label"]) / step.weight
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         step.update_rows()
-        return float(loss)
+        return float(loss.detach())
 
 
 def _compare(method: Method, sizes: list[int], batch_size: int, num_rounds: int) -> Record:

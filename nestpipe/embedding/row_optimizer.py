@@ -39,7 +39,7 @@ class RowOptimizer:
 
 class SGD(RowOptimizer):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        rows.sub_(gradient * lr)
+        rows.sub_(gradient, alpha=lr)
 
 
 class Adagrad(RowOptimizer):
@@ -59,8 +59,8 @@ class Adagrad(RowOptimizer):
         return (self.initial_accumulator,) * self.state_width(dim)
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        state.add_(gradient * gradient)
-        rows.sub_(gradient * lr / (state.sqrt() + self.eps))
+        state.addcmul_(gradient, gradient)
+        rows.addcdiv_(gradient, state.sqrt().add_(self.eps), value=-lr)
 
 
 class RowwiseAdagrad(Adagrad):
@@ -70,8 +70,8 @@ class RowwiseAdagrad(Adagrad):
         return 1
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        state.add_((gradient * gradient).mean(1, keepdim=True))
-        rows.sub_(gradient * lr / (state.sqrt() + self.eps))
+        state.add_(gradient.square().mean(1, keepdim=True))
+        rows.addcdiv_(gradient, state.sqrt().add_(self.eps), value=-lr)
 
 
 class Adam(RowOptimizer):
@@ -94,10 +94,10 @@ class Adam(RowOptimizer):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         first, second = state.split(rows.shape[1], dim=1)
         beta1, beta2 = self.betas
-        first.mul_(beta1).add_(gradient * (1 - beta1))
-        second.mul_(beta2).add_(gradient * gradient * (1 - beta2))
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         step_size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        rows.sub_(first * step_size / (second.sqrt() + self.eps))
+        rows.addcdiv_(first, second.sqrt().add_(self.eps), value=-step_size)
 
 
 def check_row_optimizer(optimizer: RowOptimizer, dim: int) -> None:

@@ -61,13 +61,14 @@ class Step:
         request = self._route.request
         trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
         for i in range(len(request.num_samples)):
-            leaves = self._window.bring(i)
+            self._window.bring(i)
+            leaves: dict[str, Tensor] = {}
             if i in trained:
+                leaves = self._window.leaves(i)
                 seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
                 embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
                 yield MicroBatch(embeddings, request.inputs[i], request.num_samples[i], i == trained[-1])
-            gradients = {name: leaf.grad for name, leaf in leaves.items()}
-            self._window.take(i, gradients)
+            self._window.take(i, {name: leaf.grad for name, leaf in leaves.items()})
 
     def update_rows(self, gradient_scale: float = 1.0) -> None:
         """Row optimizer and write-back. Call it once, after the dense optimizer's step."""

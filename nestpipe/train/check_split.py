@@ -67,7 +67,8 @@ def _sums(
     window = Window(route, retrieve_rows(route, store), World())
     totals: dict[str, float] = {}
     for i in range(num_parts):
-        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.bring(i).items()}
+        window.bring(i)
+        leaves: dict[str, Tensor] = {name: leaf.detach() for name, leaf in window.leaves(i).items()}
         returned = model(Embeddings(features, request.placed[i], leaves), request.inputs[i])
         for name, value in loss_sums(returned, request.weights).items():
             totals[name] = totals.get(name, 0.0) + float(value)
