@@ -99,6 +99,18 @@ typedef struct nestpipe_occurrences {
     int32_t dtype; /* nestpipe_dtype */
 } nestpipe_occurrences;
 
+/* Rows that an optimizer changes, wherever they lie. */
+typedef struct nestpipe_row_update {
+    void* rows;           /* [num_rows, dim], a row every row_stride elements */
+    void* state;          /* [num_rows, as many columns as the optimizer needs], every state_stride elements */
+    const void* gradient; /* [num_rows, dim], dense */
+    int64_t num_rows;
+    int64_t dim;
+    int64_t row_stride;
+    int64_t state_stride;
+    int32_t dtype; /* nestpipe_dtype */
+} nestpipe_row_update;
+
 typedef struct nestpipe_store nestpipe_store;
 
 NESTPIPE_API int32_t nestpipe_abi_version(void);
@@ -208,6 +220,17 @@ NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrenc
  *   row_gradients  [num_rows, dim], overwritten */
 NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient,
                                                     int64_t stride, void* row_gradients, int32_t num_threads);
+
+/* ---- row optimizers, in place, each row alone; constants are rounded to the dtype ------------------------------ */
+
+/* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
+NESTPIPE_API nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps,
+                                              int32_t num_threads);
+
+/* state [2 * dim]: first = beta1 * first + (1 - beta1) * g; second = beta2 * second + (1 - beta2) * g^2;
+ * row -= step_size * first / (sqrt(second) + eps) */
+NESTPIPE_API nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2,
+                                           double step_size, double eps, int32_t num_threads);
 
 #ifdef __cplusplus
 }

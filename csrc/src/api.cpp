@@ -15,6 +15,7 @@
 #include "nestpipe.h"
 #include "owner.hpp"
 #include "pool.hpp"
+#include "row_update.hpp"
 #include "table.hpp"
 
 using nestpipe::Error;
@@ -127,6 +128,29 @@ void check_occurrences(const nestpipe_occurrences* of, int64_t stride) {
 template <typename Real>
 nestpipe::Occurrences<Real> as(const nestpipe_occurrences& of) {
     return {of.index, of.offsets, static_cast<const Real*>(of.weights), of.num_samples, of.num_rows, of.dim};
+}
+
+// `columns` of state.
+void check_update(const nestpipe_row_update* of, int64_t columns, int32_t num_threads) {
+    need_count(of->num_rows, "num_rows");
+    need_array(of->rows, of->num_rows, "rows");
+    need_array(of->state, of->num_rows, "state");
+    need_array(of->gradient, of->num_rows, "gradient");
+    need_threads(num_threads);
+    if (of->dtype != NESTPIPE_FLOAT32 && of->dtype != NESTPIPE_FLOAT64) refuse("row update: unknown dtype");
+    if (of->dim < 1 || of->row_stride < of->dim || of->state_stride < columns)
+        refuse("row update: rows or states overlap");
+}
+
+template <typename Real>
+nestpipe::RowUpdate<Real> as(const nestpipe_row_update& of) {
+    return {static_cast<Real*>(of.rows),
+            static_cast<Real*>(of.state),
+            static_cast<const Real*>(of.gradient),
+            of.num_rows,
+            of.dim,
+            of.row_stride,
+            of.state_stride};
 }
 
 void check_initial(const nestpipe_table_spec& spec, const std::string& where) {
@@ -400,5 +424,29 @@ nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* of, const voi
         else
             nestpipe::pool_backward(as<double>(*of), static_cast<const double*>(gradient), stride,
                                     static_cast<double*>(row_gradients), num_threads);
+    });
+}
+
+nestpipe_status nestpipe_adagrad(const nestpipe_row_update* of, double lr, double eps, int32_t num_threads) {
+    return guarded([&] {
+        need(of, "update");
+        check_update(of, of->dim, num_threads);
+        if (of->dtype == NESTPIPE_FLOAT32)
+            nestpipe::adagrad(as<float>(*of), static_cast<float>(lr), static_cast<float>(eps), num_threads);
+        else
+            nestpipe::adagrad(as<double>(*of), lr, eps, num_threads);
+    });
+}
+
+nestpipe_status nestpipe_adam(const nestpipe_row_update* of, double beta1, double beta2, double step_size, double eps,
+                              int32_t num_threads) {
+    return guarded([&] {
+        need(of, "update");
+        check_update(of, 2 * of->dim, num_threads);
+        if (of->dtype == NESTPIPE_FLOAT32)
+            nestpipe::adam(as<float>(*of), static_cast<float>(beta1), static_cast<float>(beta2),
+                           static_cast<float>(step_size), static_cast<float>(eps), num_threads);
+        else
+            nestpipe::adam(as<double>(*of), beta1, beta2, step_size, eps, num_threads);
     });
 }

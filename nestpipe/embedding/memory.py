@@ -30,7 +30,8 @@ class Recycler:
         block = self._take(num_bytes)
         used = memoryview(block)  # which the tensor's storage holds, and nobody else
         weakref.finalize(used, self._give_back, block).atexit = False
-        return torch.frombuffer(used, dtype=dtype, count=math.prod(shape)).view(shape)
+        storage = torch.frombuffer(used, dtype=dtype).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)  # no view: it may be changed in place
 
     def _take(self, num_bytes: int) -> mmap.mmap:
         with self._lock:

@@ -56,6 +56,19 @@ class NativeOccurrences(ctypes.Structure):
     )
 
 
+class NativeRowUpdate(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_void_p),
+        ("state", c_void_p),
+        ("gradient", c_void_p),
+        ("num_rows", c_int64),
+        ("dim", c_int64),
+        ("row_stride", c_int64),
+        ("state_stride", c_int64),
+        ("dtype", c_int32),
+    )
+
+
 _TABLE = (c_void_p, c_int32)
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
@@ -79,6 +92,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "hash": (c_char_p, *_KEYS, c_void_p),
     "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
     "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
+    "adagrad": (POINTER(NativeRowUpdate), c_double, c_double, c_int32),
+    "adam": (POINTER(NativeRowUpdate), c_double, c_double, c_double, c_double, c_int32),
 }
 
 _INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS, _CHANGED = 1, 2, 3, 4, 5

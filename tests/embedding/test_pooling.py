@@ -74,6 +74,13 @@ def test_gradients_of_any_layout(make) -> None:
     assert torch.equal(leaf.grad, other.grad)
 
 
+def test_large_output_may_be_changed_in_place() -> None:
+    leaf = torch.tensor([[1.0], [-1.0]]).expand(2, 64).clone().requires_grad_()
+    index = torch.arange(LARGE_BYTES // 256) % 2
+    pool([Occurrences(index)], [leaf]).relu_().sum().backward()
+    assert leaf.grad[:, 0].tolist() == [len(index) / 2, 0]
+
+
 def test_frozen_leaf_beside_a_trained_one() -> None:
     frozen, trained = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
     pool([Occurrences(torch.tensor([0, 1]))] * 2, [frozen, trained]).sum().backward()
