@@ -20,8 +20,8 @@ ALLOWED = {
     "embedding": {"store", "data", "distributed"},
     "pipelining": {"embedding", "store", "data", "distributed"},
     "train": {"models", "pipelining", "embedding", "store", "data", "distributed"},
-    "bench": {"store"},
     "cli": {"bench", "train", "pipelining", "distributed", "store"},
+    "bench": {"train", "pipelining", "embedding", "store", "data", "distributed"},
     "": {"data", "distributed", "embedding", "pipelining", "store", "train", "cli"},  # __init__.py and __main__.py
 }
 

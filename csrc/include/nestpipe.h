@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 1
+#define NESTPIPE_ABI_VERSION 2
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -85,6 +85,31 @@ typedef struct nestpipe_memory_report {
     int64_t erased_bytes;   /* records that were erased and wait to be used again */
     int64_t mapped_bytes;   /* address space, an upper bound of the physical memory */
 } nestpipe_memory_report;
+
+/* Which rows each sample of a batch has. */
+typedef struct nestpipe_occurrences {
+    const int64_t* index;   /* [num_occurrences] a row, or num_rows for padding, which is no row */
+    const int64_t* offsets; /* [num_samples + 1] sample s has occurrences offsets[s] .. offsets[s + 1] - 1;
+                               null: one each, and num_occurrences == num_samples */
+    const void* weights;    /* [num_occurrences] of the dtype; null: all are 1 */
+    int64_t num_occurrences;
+    int64_t num_samples;
+    int64_t num_rows;
+    int64_t dim;
+    int32_t dtype; /* nestpipe_dtype */
+} nestpipe_occurrences;
+
+/* Rows that an optimizer changes, wherever they lie. */
+typedef struct nestpipe_row_update {
+    void* rows;           /* [num_rows, dim], a row every row_stride elements */
+    void* state;          /* [num_rows, as many columns as the optimizer needs], every state_stride elements */
+    const void* gradient; /* [num_rows, dim], dense */
+    int64_t num_rows;
+    int64_t dim;
+    int64_t row_stride;
+    int64_t state_stride;
+    int32_t dtype; /* nestpipe_dtype */
+} nestpipe_row_update;
 
 typedef struct nestpipe_store nestpipe_store;
 
@@ -181,6 +206,31 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_owner(const char* table_name, con
 /* hashes: [num_keys] mix64(key, table name); the bucket is its top 16 bits. */
 NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64_t num_keys,
                                            uint64_t* hashes);
+
+/* ---- rows at the occurrences of keys ------------------------------------------------------------------------- */
+
+/* The weighted sum of each sample's rows, in order of occurrence; zeros for a sample without rows.
+ *   rows  [num_rows, dim]
+ *   out   [num_samples, dim], a sample every `stride` elements */
+NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrences, const void* rows, void* out,
+                                           int64_t stride, int32_t num_threads);
+
+/* The weighted sum of each row's gradients, in order of occurrence.
+ *   gradient       [num_samples, dim], a sample every `stride` elements
+ *   row_gradients  [num_rows, dim], overwritten */
+NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient,
+                                                    int64_t stride, void* row_gradients, int32_t num_threads);
+
+/* ---- row optimizers, in place, each row alone; constants are rounded to the dtype ------------------------------ */
+
+/* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
+NESTPIPE_API nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps,
+                                              int32_t num_threads);
+
+/* state [2 * dim]: first = beta1 * first + (1 - beta1) * g; second = beta2 * second + (1 - beta2) * g^2;
+ * row -= step_size * first / (sqrt(second) + eps) */
+NESTPIPE_API nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2,
+                                           double step_size, double eps, int32_t num_threads);
 
 #ifdef __cplusplus
 }

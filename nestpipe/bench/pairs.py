@@ -1,8 +1,8 @@
-"""Comparing two ways of doing a thing on a noisy machine: in pairs, order alternated, by the median of the ratios."""
+"""Comparing ways of doing a thing on a noisy machine: in pairs, order alternated, by the median of the ratios."""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 PAUSE_SECONDS = 0.01
@@ -23,8 +23,12 @@ class Comparison:
 
     def fields(self, name: str) -> dict[str, float]:
         """baseline / ours (more is better): the median of the pairs, and its range."""
-        ratios = self.ratios
-        return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+        return spread(name, self.ratios)
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Fields of a record: the median of the values, and their range."""
+    return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
 def compare(
@@ -43,6 +47,18 @@ def compare(
             if pair > 0:
                 times[which].append(seconds)
     return Comparison(*times)
+
+
+def take_turns(works: Sequence[Callable[[], object]], num_rounds: int) -> list[list[float]]:
+    """Seconds of each work, round by round, each round beginning with another; a first round is left out."""
+    times: list[list[float]] = [[] for _ in works]
+    for number in range(num_rounds + 1):
+        for turn in range(len(works)):
+            which = (number + turn) % len(works)
+            seconds = _timed(works[which])
+            if number > 0:
+                times[which].append(seconds)
+    return times
 
 
 def _timed(work: Callable[[], object]) -> float:

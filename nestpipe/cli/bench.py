@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.report import Record, print_records, run_bench
 from nestpipe.bench.targets import find_misses, load_targets
@@ -46,3 +47,9 @@ def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: 
 def store(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The host store against torch: gather, scatter, unique; memory per row; growth."""
     _run("store", lambda: store_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def plain(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The serial step on one rank against a plain PyTorch loop with sparse embeddings."""
+    _run("plain", lambda: plain_bench.records(quick), path, quick, check)

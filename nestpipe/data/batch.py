@@ -115,6 +115,8 @@ class Batch:
 
 def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
     """Parts of nearly equal size, in order; the last ones are empty when there are too few samples."""
+    if num_micro_batches == 1:
+        return [batch]
     return [batch[samples] for samples in torch.arange(len(batch)).tensor_split(num_micro_batches)]
 
 

@@ -57,6 +57,7 @@ class Watch:
         beats: list[str] | None = None
         while not wait([pending], POLL_SECONDS).done:
             if texts := self._failures():
+                self._linger()
                 raise self._lost(stage, texts)
             waited = time.monotonic() - started
             if beats is None and waited > self.timeout_seconds / 2:
@@ -89,7 +90,7 @@ class Watch:
             self.failure = error
             self._set(f"failed/{self.rank}", describe(error))
             self._set("failed", "some")
-            time.sleep(3 * POLL_SECONDS)  # this process may hold the store: the others must have read it before it ends
+            self._linger()
 
     def post(self, key: str, text: str) -> None:
         self._set(key, text)
@@ -141,6 +142,10 @@ class Watch:
             return failures
         missing = [rank for rank in self._others() if not self._get(f"here/{rank}")]
         return dict.fromkeys(missing or self._others(), reason)
+
+    def _linger(self) -> None:
+        """This process may hold the store: all must have read of a failure before it ends."""
+        time.sleep(3 * POLL_SECONDS)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

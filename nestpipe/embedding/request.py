@@ -38,7 +38,13 @@ class TableRequest:
     uses: Tensor
     """[n, num_micro_batches] bool: whether a micro-batch uses the key"""
     leaves: list[Tensor]
-    """for each micro-batch the positions of its distinct keys: the rows of its leaf"""
+    """for each micro-batch the positions of its distinct keys, ascending: the rows of its leaf"""
+
+    def of_owner(self, owner: int) -> tuple[Tensor, Tensor]:
+        """One owner's keys and their uses."""
+        first = sum(self.counts[:owner])
+        part = slice(first, first + self.counts[owner])
+        return self.keys[part], self.uses[part]
 
 
 @dataclass(frozen=True)
@@ -118,32 +124,60 @@ def _request_of_table(
     num_threads: int,
 ) -> TableRequest:
     names = [name for name, feature in features.items() if feature.table is table]
-    present = [{name: _present(features[name], part.keys[name].values) for name in names} for part in parts]
-    occurrences = [part.keys[name].values[present[i][name]] for i, part in enumerate(parts) for name in names]
+    values = [part.keys[name].values for part in parts for name in names]
+    present = [_present(features[name], part.keys[name].values) for part in parts for name in names]
+    occurrences = [v if p is None else v[p] for v, p in zip(values, present, strict=True)]
     distinct, inverse = unique(torch.cat(occurrences), num_threads)
+    keys, counts, positions = _by_owner(table, distinct, inverse, world_size)
+    of_occurrences = positions.split([len(values) for values in occurrences])
+    of_parts = [of_occurrences[i * len(names) : (i + 1) * len(names)] for i in range(len(parts))]
+
+    uses = _uses(of_parts, len(keys))
+    leaves = []
+    for i, part in enumerate(parts):
+        leaf, row_of = _leaf(uses[:, i])
+        leaves.append(leaf)
+        for j, name in enumerate(names):
+            rows = of_parts[i][j] if row_of is None else row_of[of_parts[i][j]]
+            placed[i][name] = _placed(part.keys[name], rows, present[i * len(names) + j], len(leaf))
+    return TableRequest(table, keys, counts, uses, leaves)
+
+
+def _present(feature: Feature, values: Tensor) -> Tensor | None:
+    """Which keys are not padding; None: all."""
+    return None if feature.padding_key is None else values != feature.padding_key
+
+
+def _by_owner(table: Table, distinct: Tensor, inverse: Tensor, world_size: int) -> tuple[Tensor, list[int], Tensor]:
+    """Keys by position, how many each owner has, and the position of each occurrence."""
+    if world_size == 1:
+        return distinct, [len(distinct)], inverse
     order, counts = group_by_owner(table.name, distinct, world_size)
     position_of = torch.empty_like(order)
     position_of[order] = torch.arange(len(order))
-    positions = iter(position_of[inverse].split([len(values) for values in occurrences]))
-
-    uses = torch.zeros(len(distinct), len(parts), dtype=torch.bool)
-    leaves = []
-    for i, part in enumerate(parts):
-        of_features = [next(positions) for _ in names]
-        leaf, index = unique(torch.cat(of_features), num_threads)
-        leaves.append(leaf)
-        uses[leaf, i] = True
-        indices = index.split([len(values) for values in of_features])
-        for name, feature_index in zip(names, indices, strict=True):
-            jagged = part.keys[name]
-            full = torch.full_like(jagged.values, len(leaf))
-            full[present[i][name]] = feature_index
-            placed[i][name] = Placed(full, jagged.offsets, jagged.weights)
-    return TableRequest(table, distinct[order], counts.tolist(), uses, leaves)
+    return distinct[order], counts.tolist(), position_of[inverse]
 
 
-def _present(feature: Feature, values: Tensor) -> Tensor:
-    """Which keys are not padding."""
-    if feature.padding_key is None:
-        return torch.ones_like(values, dtype=torch.bool)
-    return values != feature.padding_key
+def _uses(of_parts: list[tuple[Tensor, ...]], num_keys: int) -> Tensor:
+    if len(of_parts) == 1:
+        return torch.ones(num_keys, 1, dtype=torch.bool)
+    uses = torch.zeros(num_keys, len(of_parts), dtype=torch.bool)
+    for i, of_features in enumerate(of_parts):
+        for positions in of_features:
+            uses[positions, i] = True
+    return uses
+
+
+def _leaf(used: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The positions a micro-batch uses, and the row of each position in its leaf; None: positions are rows."""
+    leaf = used.nonzero().flatten()
+    return leaf, None if len(leaf) == len(used) else used.cumsum(0) - 1
+
+
+def _placed(jagged: Jagged, rows: Tensor, present: Tensor | None, padding: int) -> Placed:
+    index = rows
+    if present is not None:
+        index = torch.full_like(jagged.values, padding)
+        index[present] = rows
+    weights = None if jagged.weights is None else jagged.weights.contiguous()
+    return Placed(index, jagged.offsets.contiguous(), weights)

@@ -95,12 +95,8 @@ def route_keys(request: Request | Exception, num_tables: int, channel: Channel) 
         names = sorted(request.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
 
-    num_micro_batches = len(request.num_samples)
-    mask_bytes = (num_micro_batches + 7) // 8
-    parts = [torch.cat([_encode_keys(table, rank) for table in request.tables]) for rank in range(channel.size)]
-    receive_bytes = [sum(row) * (8 + mask_bytes) for row in counts_here]
-    messages = channel.all_to_all(parts, receive_bytes)
-    owned = _decode_keys(request, messages, counts_here, num_micro_batches)
+    requested, key_bytes = _exchange_keys(request, counts_here, channel)
+    owned = [_owned_table(table.table, [of[t] for of in requested]) for t, table in enumerate(request.tables)]
     totals = [sum(weights) for weights in zip(*(header.weights for header in headers), strict=True)]
     return Route(
         request=request,
@@ -108,34 +104,56 @@ def route_keys(request: Request | Exception, num_tables: int, channel: Channel) 
         weights=dict(zip(sorted(request.weights), totals, strict=False)),
         is_step=any(total > 0 for total in totals),
         num_samples=sum(header.num_samples for header in headers),
-        key_bytes=sum(part.numel() for rank, part in enumerate(parts) if rank != channel.rank),
+        key_bytes=key_bytes,
     )
+
+
+Requested = tuple[Tensor, Tensor]
+"""The keys of one table that a requester wants from this owner, and their uses."""
+
+
+def _exchange_keys(request: Request, counts: list[list[int]], channel: Channel) -> tuple[list[list[Requested]], int]:
+    """For each requester and table; and the bytes sent. What this rank wants from itself is not made into a message."""
+    num_micro_batches = len(request.num_samples)
+    key_bytes = 8 + (num_micro_batches + 7) // 8
+    parts = [torch.empty(0, dtype=torch.uint8)] * channel.size
+    receive_bytes = [0] * channel.size
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    for rank in others:
+        parts[rank] = torch.cat([_encode_keys(table, rank) for table in request.tables])
+        receive_bytes[rank] = sum(counts[rank]) * key_bytes
+    requested = [[table.of_owner(channel.rank) for table in request.tables]] * channel.size
+    messages = channel.all_to_all(parts, receive_bytes)
+    for rank in others:
+        requested[rank] = _decode_keys(messages[rank], counts[rank], num_micro_batches)
+    return requested, sum(part.numel() for part in parts)
 
 
 def _encode_keys(table: TableRequest, owner: int) -> Tensor:
     """The keys of one owner, then for each the micro-batches that use it, a bit each."""
-    first = sum(table.counts[:owner])
-    part = slice(first, first + table.counts[owner])
-    masks = np.packbits(table.uses[part].numpy(), axis=1)
-    return torch.cat([table.keys[part].view(torch.uint8), torch.from_numpy(masks).flatten()])
+    keys, uses = table.of_owner(owner)
+    masks = np.packbits(uses.numpy(), axis=1)
+    return torch.cat([keys.view(torch.uint8), torch.from_numpy(masks).flatten()])
 
 
-def _decode_keys(
-    request: Request, messages: list[Tensor], counts: list[list[int]], num_micro_batches: int
-) -> list[OwnedTable]:
+def _decode_keys(message: Tensor, counts: list[int], num_micro_batches: int) -> list[Requested]:
+    """For each table, from one requester's message."""
     mask_bytes = (num_micro_batches + 7) // 8
-    keys: list[list[Tensor]] = [[] for _ in request.tables]
-    uses: list[list[Tensor]] = [[] for _ in request.tables]
-    for message, table_counts in zip(messages, counts, strict=True):
-        sizes = [size for count in table_counts for size in (8 * count, mask_bytes * count)]
-        pieces = message.split(sizes)
-        for t, count in enumerate(table_counts):
-            keys[t].append(pieces[2 * t].clone().view(torch.int64))
-            masks = pieces[2 * t + 1].view(count, mask_bytes).numpy()
-            bits = np.unpackbits(masks, axis=1, count=num_micro_batches)
-            uses[t].append(torch.from_numpy(bits).bool())
-    owned = []
-    for t, table in enumerate(request.tables):
-        distinct, slots = unique(torch.cat(keys[t]))
-        owned.append(OwnedTable(table.table, distinct, list(slots.split([len(k) for k in keys[t]])), uses[t]))
-    return owned
+    pieces = message.split([size for count in counts for size in (8 * count, mask_bytes * count)])
+    decoded = []
+    for count, keys, masks in zip(counts, pieces[::2], pieces[1::2], strict=True):
+        bits = np.unpackbits(masks.view(count, mask_bytes).numpy(), axis=1, count=num_micro_batches)
+        decoded.append((keys.clone().view(torch.int64), torch.from_numpy(bits).bool()))
+    return decoded
+
+
+def _owned_table(table: Table, requested: list[Requested]) -> OwnedTable:
+    """From what each requester sent."""
+    keys = [keys for keys, _ in requested]
+    counts = [len(k) for k in keys]
+    if max(counts) == sum(counts):  # of one requester only: they are distinct
+        distinct = keys[counts.index(max(counts))]
+        slots = torch.arange(len(distinct))
+    else:
+        distinct, slots = unique(torch.cat(keys))
+    return OwnedTable(table, distinct, list(slots.split(counts)), [uses for _, uses in requested])

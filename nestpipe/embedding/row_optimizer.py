@@ -5,9 +5,13 @@ alone. The gradient is that of the whole global batch.
 """
 
 from collections.abc import Callable
+from ctypes import byref
 
 import torch
 from torch import Tensor
+
+from nestpipe.store.interface import DTYPES
+from nestpipe.store.native import NativeRowUpdate, call, pointer
 
 LearningRate = float | Callable[[int], float]
 """A number, or a function of the step, counted from 1."""
@@ -39,11 +43,11 @@ class RowOptimizer:
 
 class SGD(RowOptimizer):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        rows.sub_(gradient * lr)
+        rows.sub_(gradient, alpha=lr)
 
 
 class Adagrad(RowOptimizer):
-    """A sum of squared gradients for each element."""
+    """A sum of squared gradients for each element: state += g^2, row -= lr * g / (sqrt(state) + eps)."""
 
     def __init__(
         self, lr: LearningRate, initial_accumulator: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
@@ -59,8 +63,7 @@ class Adagrad(RowOptimizer):
         return (self.initial_accumulator,) * self.state_width(dim)
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        state.add_(gradient * gradient)
-        rows.sub_(gradient * lr / (state.sqrt() + self.eps))
+        _in_one_pass("adagrad", rows, state, gradient, lr, self.eps)
 
 
 class RowwiseAdagrad(Adagrad):
@@ -70,8 +73,8 @@ class RowwiseAdagrad(Adagrad):
         return 1
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        state.add_((gradient * gradient).mean(1, keepdim=True))
-        rows.sub_(gradient * lr / (state.sqrt() + self.eps))
+        state.add_(gradient.square().mean(1, keepdim=True))
+        rows.addcdiv_(gradient, state.sqrt().add_(self.eps), value=-lr)
 
 
 class Adam(RowOptimizer):
@@ -92,12 +95,27 @@ class Adam(RowOptimizer):
         return 2 * dim
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        first, second = state.split(rows.shape[1], dim=1)
         beta1, beta2 = self.betas
-        first.mul_(beta1).add_(gradient * (1 - beta1))
-        second.mul_(beta2).add_(gradient * gradient * (1 - beta2))
         step_size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        rows.sub_(first * step_size / (second.sqrt() + self.eps))
+        _in_one_pass("adam", rows, state, gradient, beta1, beta2, step_size, self.eps)
+
+
+def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:
+    """By the native library. Rows and states have gaps between them, which several passes by torch suffer from."""
+    for array in (rows, state):
+        if array.dtype != gradient.dtype or array.stride(1) != 1 or array.device.type != "cpu":
+            raise ValueError("rows, state and gradient must be of one dtype, in host memory, row after row")
+    gradient = gradient.contiguous()
+    update = NativeRowUpdate(
+        pointer(rows),
+        pointer(state),
+        pointer(gradient),
+        *rows.shape,
+        rows.stride(0),
+        state.stride(0),
+        DTYPES.index(rows.dtype),
+    )
+    call(name, byref(update), *constants, torch.get_num_threads())
 
 
 def check_row_optimizer(optimizer: RowOptimizer, dim: int) -> None:

@@ -5,7 +5,9 @@ summed there and travels after the last one. Resend: both travel with every micr
 summation is the same: a requester's micro-batches 0, 1, ..., then the requesters in order of rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,25 +19,32 @@ from nestpipe.embedding.route import OwnedTable, Route
 
 WINDOWS = ("once", "resend")
 
+Places = Tensor | None
+"""Ascending places in a list of keys; None: all of them."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """Which keys of a list travel with each micro-batch; both ends make the same one from the keys' uses."""
 
-    bring: list[Tensor]
-    take: list[Tensor]
+    bring: list[Places]
+    take: list[Places]
 
     @staticmethod
     def of(uses: Tensor, window: str, frozen: bool) -> "Plan":
         num_micro_batches = uses.shape[1]
-        none = torch.empty(0, dtype=torch.int64)
-        if window == "resend":
+        bring: list[Places]
+        take: list[Places]
+        if num_micro_batches == 1:
+            bring = take = [None]
+        elif window == "resend":
             bring = take = [_where(uses[:, i]) for i in range(num_micro_batches)]
         else:
             first = uses.int().argmax(1)
             last = num_micro_batches - 1 - uses.flip(1).int().argmax(1)
             bring = [_where(first == i) for i in range(num_micro_batches)]
             take = [_where(last == i) for i in range(num_micro_batches)]
+        none = torch.empty(0, dtype=torch.int64)
         return Plan(bring, [none] * num_micro_batches if frozen else take)
 
 
@@ -46,26 +55,43 @@ class RequesterTable:
         self.request = request
         self.plan = Plan.of(request.uses, window, request.table.frozen)
         self.keeps = window == "once"
-        shape = (len(request.keys), request.table.dim)
-        self.rows = torch.zeros(shape, dtype=request.table.dtype)
-        self.gradients = torch.zeros(shape, dtype=request.table.dtype)
-        self.ends = torch.tensor(request.counts).cumsum(0)
+        self.shape = (len(request.keys), request.table.dim)
+        self.rows = torch.empty(self.shape, dtype=request.table.dtype)
 
-    def counts(self, positions: Tensor) -> list[int]:
-        """How many of these ascending positions each owner has."""
-        ends = torch.searchsorted(positions, self.ends)
+    @cached_property
+    def gradients(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.request.table.dtype)
+
+    def counts(self, positions: Places) -> list[int]:
+        """How many of these positions each owner has."""
+        if positions is None:
+            return self.request.counts
+        ends = torch.searchsorted(positions, torch.tensor(self.request.counts).cumsum(0))
         return ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+    def put(self, micro_batch: int, rows: Tensor) -> None:
+        """Rows that were brought, by position. All at once are not copied: they may be the owner's own memory."""
+        positions = self.plan.bring[micro_batch]
+        if positions is None:
+            self.rows = rows
+        else:
+            self.rows.index_copy_(0, positions, rows)
 
     def leaf(self, micro_batch: int) -> Tensor:
         """A fresh gather of the micro-batch's distinct rows, in which its gradient will arrive."""
         rows = self.rows.index_select(0, self.request.leaves[micro_batch])
         return rows.requires_grad_(not self.request.table.frozen)
 
-    def add_gradient(self, micro_batch: int, gradient: Tensor | None) -> None:
+    def returned(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
+        """Adds a leaf's gradient; what is to be taken now, by position."""
+        positions = self.plan.take[micro_batch]
+        if positions is None and gradient is not None:
+            return gradient  # of the only micro-batch: there is nothing to add it to
         if not self.keeps:
             self.gradients.zero_()
         if gradient is not None:
             self.gradients.index_add_(0, self.request.leaves[micro_batch], gradient)
+        return self.gradients if positions is None else self.gradients.index_select(0, positions)
 
 
 class OwnerTable:
@@ -75,19 +101,40 @@ class OwnerTable:
         self.owned = owned
         self.buffer = buffer
         self.plans = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
-        self.slot_gradients = [
-            torch.zeros(len(slots), owned.table.dim, dtype=owned.table.dtype) for slots in owned.slots
-        ]
+        self._slot_gradients: dict[int, Tensor] = {}
 
     def rows_for(self, requester: int, micro_batch: int) -> Tensor:
-        slots = self.owned.slots[requester][self.plans[requester].bring[micro_batch]]
-        return self.buffer.rows.index_select(0, slots)
+        slots, places = self.owned.slots[requester], self.plans[requester].bring[micro_batch]
+        if places is None and requester == 0:
+            return self.buffer.rows[: len(slots)]  # its keys have the first slots, in order
+        return self.buffer.rows.index_select(0, slots if places is None else slots[places])
+
+    def num_taken(self, requester: int, micro_batch: int) -> int:
+        places = self.plans[requester].take[micro_batch]
+        return len(self.owned.slots[requester] if places is None else places)
+
+    def add(self, requester: int, micro_batch: int, gradients: Tensor) -> None:
+        """To the requester's slots."""
+        places = self.plans[requester].take[micro_batch]
+        if places is None:
+            self._slot_gradients[requester] = gradients
+        else:
+            self.slot_gradients(requester).index_add_(0, places, gradients)
+
+    def slot_gradients(self, requester: int) -> Tensor:
+        """[its keys, dim], zeros at first."""
+        if requester not in self._slot_gradients:
+            shape = (len(self.owned.slots[requester]), self.owned.table.dim)
+            self._slot_gradients[requester] = torch.zeros(shape, dtype=self.owned.table.dtype)
+        return self._slot_gradients[requester]
 
     def gradient(self) -> Tensor:
         """Of each slot: the requesters' in order of rank. A requester has a key once, so no order is left open."""
+        if len(self.owned.slots) == 1:
+            return self.slot_gradients(0)
         total = torch.zeros(len(self.owned.keys), self.owned.table.dim, dtype=self.owned.table.dtype)
-        for slots, gradients in zip(self.owned.slots, self.slot_gradients, strict=True):
-            total.index_add_(0, slots, gradients)
+        for requester, slots in enumerate(self.owned.slots):
+            total.index_add_(0, slots, self.slot_gradients(requester))
         return total
 
 
@@ -108,35 +155,30 @@ class Window:
     def bring(self, micro_batch: int) -> None:
         """Exchange: rows from owners to requesters."""
         sent = [[table.rows_for(rank, micro_batch) for table in self.owner] for rank in range(self.size)]
-        positions = [table.plan.bring[micro_batch] for table in self.requester]
-        counts = [table.counts(p) for table, p in zip(self.requester, positions, strict=True)]
+        counts = [table.counts(table.plan.bring[micro_batch]) for table in self.requester]
         received, num_bytes = self._exchange(self.rows_channel, sent, counts)
         self.row_bytes += num_bytes
-        for table, p, rows in zip(self.requester, positions, received, strict=True):
-            table.rows.index_copy_(0, p, rows)
+        for table, rows in zip(self.requester, received, strict=True):
+            table.put(micro_batch, rows)
 
     def leaves(self, micro_batch: int) -> dict[str, Tensor]:
-        """By table: a fresh gather of the micro-batch's distinct rows."""
+        """By table, once the micro-batch has been brought: its distinct rows, gathered afresh."""
         return {table.request.table.name: table.leaf(micro_batch) for table in self.requester}
 
-    def take(self, micro_batch: int, gradients: dict[str, Tensor | None]) -> None:
-        """Gradient return: from requesters to owners."""
+    def take(self, micro_batch: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Gradient return: from requesters to owners. By table; a leaf without gradient may be left out."""
         sent: list[list[Tensor]] = [[] for _ in range(self.size)]
         for table in self.requester:
-            table.add_gradient(micro_batch, gradients[table.request.table.name])
-            positions = table.plan.take[micro_batch]
-            parts = table.gradients.index_select(0, positions).split(table.counts(positions))
-            for rank, part in enumerate(parts):
+            rows = table.returned(micro_batch, gradients.get(table.request.table.name))
+            for rank, part in enumerate(rows.split(table.counts(table.plan.take[micro_batch]))):
                 sent[rank].append(part)
-        takes = [[plan.take[micro_batch] for plan in table.plans] for table in self.owner]
-        received, num_bytes = self._exchange(
-            self.gradients_channel, sent, [[len(p) for p in of_table] for of_table in takes]
-        )
+        ranks = range(self.size)
+        counts = [[table.num_taken(rank, micro_batch) for rank in ranks] for table in self.owner]
+        received, num_bytes = self._exchange(self.gradients_channel, sent, counts)
         self.gradient_bytes += num_bytes
-        for owner, of_table, rows in zip(self.owner, takes, received, strict=True):
-            returned = rows.split([len(p) for p in of_table])
-            for slots, p, part in zip(owner.slot_gradients, of_table, returned, strict=True):
-                slots.index_add_(0, p, part)
+        for owner, of_table, rows in zip(self.owner, counts, received, strict=True):
+            for rank, part in enumerate(rows.split(of_table)):
+                owner.add(rank, micro_batch, part)
 
     def gradients(self) -> list[Tensor | None]:
         """Of each table's slots, for the whole global batch; None for a frozen table."""
@@ -147,21 +189,39 @@ class Window:
     ) -> tuple[list[Tensor], int]:
         """sent[rank][table] rows; counts[table][rank] rows come back. One flat exchange carries all tables.
 
-        Returns the rows of each table, in order of rank, and the bytes sent to other ranks.
+        Returns the rows of each table, in order of rank, and the bytes sent to other ranks. What this rank sends to
+        itself is not made into bytes.
         """
+        own = sent[self.rank]
+        if self.size == 1:
+            return own, 0
         tables = [table.owned.table for table in self.owner]
-        parts = [torch.cat([rows.flatten().view(torch.uint8) for rows in of_rank]) for of_rank in sent]
-        row_bytes = [table.dim * table.dtype.itemsize for table in tables]
-        sizes = [
-            [of_table[rank] * b for of_table, b in zip(counts, row_bytes, strict=True)] for rank in range(self.size)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        parts = [torch.empty(0, dtype=torch.uint8)] * self.size
+        sizes = [[0] * len(tables)] * self.size
+        for rank in others:
+            parts[rank] = torch.cat([_bytes(rows) for rows in sent[rank]])
+            sizes[rank] = [
+                of_table[rank] * table.dim * table.dtype.itemsize
+                for of_table, table in zip(counts, tables, strict=True)
+            ]
+        messages = channel.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
+        received = [
+            torch.empty(sum(of_table), table.dim, dtype=table.dtype)
+            for of_table, table in zip(counts, tables, strict=True)
         ]
-        received = channel.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
-        pieces = [message.split(of_rank) for message, of_rank in zip(received, sizes, strict=True)]
-        rows = [
-            torch.cat([of_rank[t] for of_rank in pieces]).view(table.dtype).view(-1, table.dim)
-            for t, table in enumerate(tables)
-        ]
-        return rows, sum(part.numel() for rank, part in enumerate(parts) if rank != self.rank)
+        pieces = [message.split(of_rank) for message, of_rank in zip(messages, sizes, strict=True)]
+        for t, rows in enumerate(received):
+            for rank, part in enumerate(rows.split(counts[t])):
+                if rank == self.rank:
+                    part.copy_(own[t])
+                else:
+                    _bytes(part).copy_(pieces[rank][t])
+        return received, sum(part.numel() for part in parts)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.flatten().view(torch.uint8)
 
 
 def _where(mask: Tensor) -> Tensor:

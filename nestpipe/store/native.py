@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -43,6 +43,32 @@ class NativeMemoryReport(ctypes.Structure):
     )
 
 
+class NativeOccurrences(ctypes.Structure):
+    _fields_ = (
+        ("index", c_void_p),
+        ("offsets", c_void_p),
+        ("weights", c_void_p),
+        ("num_occurrences", c_int64),
+        ("num_samples", c_int64),
+        ("num_rows", c_int64),
+        ("dim", c_int64),
+        ("dtype", c_int32),
+    )
+
+
+class NativeRowUpdate(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_void_p),
+        ("state", c_void_p),
+        ("gradient", c_void_p),
+        ("num_rows", c_int64),
+        ("dim", c_int64),
+        ("row_stride", c_int64),
+        ("state_stride", c_int64),
+        ("dtype", c_int32),
+    )
+
+
 _TABLE = (c_void_p, c_int32)
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
@@ -64,6 +90,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),
+    "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
+    "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
+    "adagrad": (POINTER(NativeRowUpdate), c_double, c_double, c_int32),
+    "adam": (POINTER(NativeRowUpdate), c_double, c_double, c_double, c_double, c_int32),
 }
 
 _INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS, _CHANGED = 1, 2, 3, 4, 5

@@ -37,6 +37,23 @@ def test_bench_store_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_plain_quick(tmp_path: Path) -> None:
+    path = tmp_path / "plain.json"
+    done = run("bench", "plain", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [record["method"] for record in records] == ["adagrad", "adam"]
+    for record in records:
+        assert (record["schedule"], record["ranks"], record["threads"]) == ("serial", 1, 1)
+        ratios = [
+            f"{ratio}{end}" for ratio in ("embedding_speed_vs_plain", "speed_vs_plain") for end in ("_low", "_high")
+        ]
+        for field in ("plain_ms", "ours_ms", "dense_ms", "speed_vs_plain", "embedding_speed_vs_plain", *ratios):
+            assert isinstance(record[field], float)
+    misses = find_misses(load_targets("plain"), records)
+    assert not [miss for miss in misses if "no record answers it" in miss]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -1,0 +1,51 @@
+#include "row_update.hpp"
+
+#include <cmath>
+
+#include "parallel.hpp"
+
+namespace nestpipe {
+
+namespace {
+
+constexpr int64_t kGrain = 512;  // rows a thread takes at a time
+
+// update(row, state, gradient) for each row.
+template <typename Real, typename Update>
+void for_each_row(const RowUpdate<Real>& of, int32_t num_threads, Update&& update) {
+    parallel_for(of.num_rows, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            update(of.rows + i * of.row_stride, of.state + i * of.state_stride, of.gradient + i * of.dim);
+    });
+}
+
+}  // namespace
+
+template <typename Real>
+void adagrad(const RowUpdate<Real>& of, Real lr, Real eps, int32_t num_threads) {
+    for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict state, const Real* g) {
+        for (int64_t c = 0; c < dim; ++c) {
+            state[c] += g[c] * g[c];
+            row[c] -= lr * g[c] / (std::sqrt(state[c]) + eps);
+        }
+    });
+}
+
+template <typename Real>
+void adam(const RowUpdate<Real>& of, Real beta1, Real beta2, Real step_size, Real eps, int32_t num_threads) {
+    for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict first, const Real* g) {
+        Real* __restrict second = first + dim;
+        for (int64_t c = 0; c < dim; ++c) {
+            first[c] = beta1 * first[c] + (1 - beta1) * g[c];
+            second[c] = beta2 * second[c] + (1 - beta2) * (g[c] * g[c]);
+            row[c] -= step_size * first[c] / (std::sqrt(second[c]) + eps);
+        }
+    });
+}
+
+template void adagrad(const RowUpdate<float>&, float, float, int32_t);
+template void adagrad(const RowUpdate<double>&, double, double, int32_t);
+template void adam(const RowUpdate<float>&, float, float, float, float, int32_t);
+template void adam(const RowUpdate<double>&, double, double, double, double, int32_t);
+
+}  // namespace nestpipe

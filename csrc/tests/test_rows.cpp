@@ -1,0 +1,136 @@
+// Pooling and its way back, and the row optimizers, against plain loops; what they refuse.
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+
+namespace {
+
+struct Batch {
+    std::vector<int64_t> index, offsets{0};
+    std::vector<double> weights;
+    int64_t num_rows, dim;
+
+    nestpipe_occurrences occurrences() const {
+        nestpipe_occurrences of{};
+        of.index = index.data();
+        of.offsets = offsets.data();
+        of.weights = weights.data();
+        of.num_occurrences = static_cast<int64_t>(index.size());
+        of.num_samples = static_cast<int64_t>(offsets.size()) - 1;
+        of.num_rows = num_rows;
+        of.dim = dim;
+        of.dtype = NESTPIPE_FLOAT64;
+        return of;
+    }
+};
+
+Batch random_batch(int64_t num_samples, int64_t num_rows, int64_t dim) {
+    std::mt19937_64 random(5);
+    Batch batch;
+    batch.num_rows = num_rows;
+    batch.dim = dim;
+    for (int64_t s = 0; s < num_samples; ++s) {
+        for (uint64_t i = random() % 4; i > 0; --i) {
+            batch.index.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(num_rows + 1)));
+            batch.weights.push_back(static_cast<double>(random() % 100) / 64);
+        }
+        batch.offsets.push_back(static_cast<int64_t>(batch.index.size()));
+    }
+    return batch;
+}
+
+std::vector<double> random_numbers(int64_t count) {
+    std::mt19937_64 random(6);
+    std::vector<double> numbers(static_cast<size_t>(count));
+    for (double& number : numbers) number = static_cast<double>(random() % 1000) / 256 - 2;
+    return numbers;
+}
+
+// All numbers are short in binary, so every order of summation gives the same bits.
+void test_pool() {
+    constexpr int64_t kSamples = 3000, kRows = 50, kDim = 19, kStride = 23;
+    const Batch batch = random_batch(kSamples, kRows, kDim);
+    const auto of = batch.occurrences();
+    const auto rows = random_numbers(kRows * kDim), gradient = random_numbers(kSamples * kStride);
+    std::vector<double> pooled(kSamples * kStride, 7.0), row_gradients(kRows * kDim, 0.0);
+    for (size_t s = 0; s < kSamples; ++s)
+        for (size_t c = 0; c < kDim; ++c) {
+            double& sum = pooled[s * kStride + c];
+            sum = 0;
+            for (auto i = static_cast<size_t>(batch.offsets[s]); i < static_cast<size_t>(batch.offsets[s + 1]); ++i) {
+                if (batch.index[i] == kRows) continue;
+                const size_t at = static_cast<size_t>(batch.index[i]) * kDim + c;
+                sum += batch.weights[i] * rows[at];
+                row_gradients[at] += batch.weights[i] * gradient[s * kStride + c];
+            }
+        }
+    for (int32_t num_threads : {1, 2, 5}) {
+        std::vector<double> out(pooled.size(), 7.0), out_gradients(row_gradients.size(), 7.0);
+        OK(nestpipe_pool(&of, rows.data(), out.data(), kStride, num_threads));
+        OK(nestpipe_pool_backward(&of, gradient.data(), kStride, out_gradients.data(), num_threads));
+        CHECK(out == pooled && out_gradients == row_gradients);
+    }
+}
+
+void test_pool_refusals() {
+    Batch batch = random_batch(10, 5, 3);
+    std::vector<double> rows(15), out(30);
+    auto of = batch.occurrences();
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "stride", nestpipe_pool(&of, rows.data(), out.data(), 2, 1));
+    batch.offsets[3] = 1000;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "offsets", nestpipe_pool(&of, rows.data(), out.data(), 3, 1));
+    of.offsets = nullptr;
+    of.num_samples = of.num_occurrences + 1;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "one occurrence", nestpipe_pool(&of, rows.data(), out.data(), 3, 1));
+    of.num_samples = of.num_occurrences;
+    batch.index[0] = 6;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "index", nestpipe_pool_backward(&of, out.data(), 3, rows.data(), 1));
+}
+
+nestpipe_row_update update_of(std::vector<double>& records, const std::vector<double>& gradient, int64_t dim,
+                              int64_t columns) {
+    nestpipe_row_update update{};
+    update.rows = records.data();
+    update.state = records.data() + dim;
+    update.gradient = gradient.data();
+    update.num_rows = static_cast<int64_t>(gradient.size()) / dim;
+    update.dim = dim;
+    update.row_stride = update.state_stride = columns;
+    update.dtype = NESTPIPE_FLOAT64;
+    return update;
+}
+
+void test_row_optimizers() {
+    constexpr int64_t kRows = 1200, kDim = 7;
+    const auto gradient = random_numbers(kRows * kDim);
+    for (int32_t num_threads : {1, 3}) {
+        std::vector<double> two(kRows * 2 * kDim, 0.5), three(kRows * 3 * kDim, 0.5);
+        const auto adagrad = update_of(two, gradient, kDim, 2 * kDim),
+                   adam = update_of(three, gradient, kDim, 3 * kDim);
+        OK(nestpipe_adagrad(&adagrad, 0.1, 1e-10, num_threads));
+        OK(nestpipe_adam(&adam, 0.5, 0.75, 0.1, 1e-8, num_threads));
+        for (size_t i = 0; i < gradient.size(); ++i) {
+            const size_t row = i / kDim, c = i % kDim;
+            const double g = gradient[i], sum = 0.5 + g * g, first = 0.25 + 0.5 * g, second = 0.375 + 0.25 * (g * g);
+            CHECK(two[row * 2 * kDim + kDim + c] == sum);
+            CHECK(std::abs(two[row * 2 * kDim + c] - (0.5 - 0.1 * g / (std::sqrt(sum) + 1e-10))) < 1e-14);
+            CHECK(three[row * 3 * kDim + kDim + c] == first && three[row * 3 * kDim + 2 * kDim + c] == second);
+            CHECK(std::abs(three[row * 3 * kDim + c] - (0.5 - 0.1 * first / (std::sqrt(second) + 1e-8))) < 1e-14);
+        }
+        auto narrow = adam;
+        narrow.state_stride = kDim;
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "overlap", nestpipe_adam(&narrow, 0.5, 0.75, 0.1, 1e-8, num_threads));
+    }
+}
+
+}  // namespace
+
+int main() {
+    test_pool();
+    test_pool_refusals();
+    test_row_optimizers();
+    return 0;
+}

@@ -1,0 +1,94 @@
+"""Rows placed at the occurrences of their keys, and their gradients on the way back, by the native library.
+
+torch's `embedding_bag` and `embedding` would do; but the backward of the first sorts, that of the second copies what it
+is given, and neither writes side by side. A row's gradients are summed in the order of its occurrences, whatever the
+number of threads.
+"""
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestpipe.embedding.memory import Recycler
+from nestpipe.store.interface import DTYPES
+from nestpipe.store.native import NativeOccurrences, call, pointer
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Which rows of a leaf each sample has."""
+
+    index: Tensor
+    """[n] int64: a row of the leaf; one beyond its last row stands for padding, no row"""
+    offsets: Tensor | None = None
+    """[num_samples + 1]: sample s has occurrences offsets[s]:offsets[s + 1]; None: one each"""
+    weights: Tensor | None = None
+    """[n] of the rows' dtype"""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.index) if self.offsets is None else len(self.offsets) - 1
+
+    def native(self, rows: Tensor) -> NativeOccurrences:
+        """Points into the arrays of self, which must live on."""
+        return NativeOccurrences(
+            pointer(self.index),
+            pointer(self.offsets),
+            pointer(self.weights),
+            len(self.index),
+            self.num_samples,
+            *rows.shape,
+            DTYPES.index(rows.dtype),
+        )
+
+
+def pool(features: Sequence[Occurrences], leaves: Sequence[Tensor]) -> Tensor:
+    """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side."""
+    if len({leaf.dtype for leaf in leaves}) != 1:
+        raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
+    pooled: Tensor = _Pool.apply(features, *leaves)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+_outputs = Recycler()
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Sequence[Occurrences], *leaves: Tensor) -> Tensor:
+        ctx.features = features  # keeps alive what the native ones point to
+        ctx.native = [occurrences.native(leaf) for occurrences, leaf in zip(features, leaves, strict=True)]
+        width = sum(leaf.shape[1] for leaf in leaves)
+        out = _outputs.empty((features[0].num_samples, width), leaves[0].dtype)
+        for native, leaf, columns in zip(ctx.native, leaves, _columns(out, ctx.native), strict=True):
+            call("pool", byref(native), pointer(leaf), pointer(columns), width, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        row_gradients: list[Tensor | None] = [None]
+        for native, columns, is_trained in zip(
+            ctx.native, _columns(gradient, ctx.native), ctx.needs_input_grad[1:], strict=True
+        ):
+            if not is_trained:
+                row_gradients.append(None)
+                continue
+            of_rows = gradient.new_empty(native.num_rows, native.dim)
+            arguments = byref(native), pointer(columns), gradient.stride(0), pointer(of_rows)
+            call("pool_backward", *arguments, torch.get_num_threads())
+            row_gradients.append(of_rows)
+        return tuple(row_gradients)
+
+
+def _columns(array: Tensor, features: Sequence[NativeOccurrences]) -> tuple[Tensor, ...]:
+    """Each feature's."""
+    columns: tuple[Tensor, ...] = array.split([native.dim for native in features], dim=1)
+    return columns

@@ -1,0 +1,53 @@
+"""The native row optimizers against their formulas in torch, on rows that lie in records.
+
+Fails, for example, if adam takes the second moment from state + row_stride, or adagrad adds eps inside the root.
+"""
+
+import pytest
+import torch
+
+from nestpipe.embedding.row_optimizer import Adagrad, Adam, RowOptimizer
+
+DIM = 37
+
+
+def adagrad(rows: torch.Tensor, state: torch.Tensor, g: torch.Tensor, step: int) -> None:
+    state += g * g
+    rows -= 0.1 * g / (state.sqrt() + 1e-10)
+
+
+def adam(rows: torch.Tensor, state: torch.Tensor, g: torch.Tensor, step: int) -> None:
+    first, second = state.split(DIM, dim=1)
+    first.copy_(0.9 * first + 0.1 * g)
+    second.copy_(0.999 * second + 0.001 * g * g)
+    rows -= 0.01 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step) * first / (second.sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize(("optimizer", "formula"), [(Adagrad(0.1), adagrad), (Adam(0.01), adam)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_rows", [0, 1, 1500])
+def test_formula(optimizer: RowOptimizer, formula, dtype: torch.dtype, num_rows: int) -> None:
+    torch.manual_seed(2)
+    start = torch.rand(num_rows, DIM + optimizer.state_width(DIM), dtype=dtype)
+    gradients = [torch.randn(num_rows, DIM, dtype=dtype) for _ in range(3)]
+    expected = start.clone()
+    for step, gradient in enumerate(gradients, start=1):
+        formula(expected[:, :DIM], expected[:, DIM:], gradient, step)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            records = start.clone()
+            for step, gradient in enumerate(gradients, start=1):
+                optimizer.apply(records[:, :DIM], records[:, DIM:], gradient, step)
+            results.append(records)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(results[0], expected)
+    assert torch.equal(results[0], results[1])
+
+
+def test_other_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="one dtype"):
+        Adagrad(0.1).apply(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64), 1)
