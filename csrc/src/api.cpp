@@ -1,26 +1,20 @@
 // The C boundary: checks every argument, then calls; exceptions become status codes and text.
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
 #include <vector>
 
+#include "boundary.hpp"
 #include "dedup.hpp"
 #include "error.hpp"
 #include "mix.hpp"
 #include "nestpipe.h"
 #include "owner.hpp"
-#include "pool.hpp"
-#include "row_update.hpp"
 #include "table.hpp"
 
-using nestpipe::Error;
-using nestpipe::refuse;
-using nestpipe::Table;
+using namespace nestpipe;
 
 struct nestpipe_store {
     std::mutex mutex;  // guards the list, not the tables
@@ -37,51 +31,9 @@ struct nestpipe_store {
 
 namespace {
 
-thread_local char last_error[1024];  // not a string: saying that memory ran out must not need memory
-
-void say(const char* text) noexcept { std::snprintf(last_error, sizeof last_error, "%s", text); }
-
-template <typename Call>
-nestpipe_status guarded(Call&& call) noexcept {
-    try {
-        last_error[0] = '\0';
-        call();
-        return NESTPIPE_OK;
-    } catch (const Error& error) {
-        say(error.what());
-        return error.status();
-    } catch (const std::bad_alloc&) {
-        say("out of memory");
-        return NESTPIPE_OUT_OF_MEMORY;
-    } catch (const std::exception& error) {
-        say(error.what());
-        return NESTPIPE_INTERNAL;
-    }
-}
-
-void need(const void* pointer, const char* what) {
-    if (pointer == nullptr) refuse(std::string(what) + " is a null pointer");
-}
-
 Table& the_table(nestpipe_store* store, int32_t table) {
     need(store, "store");
     return store->table(table);
-}
-
-// An array of `count` elements: a null pointer is fine when there are none.
-void need_array(const void* pointer, int64_t count, const char* what) {
-    if (count > 0) need(pointer, what);
-}
-
-void need_count(int64_t count, const char* what) {
-    // 2^40 elements of anything are more than a machine holds.
-    if (count < 0 || count >= int64_t{1} << 40)
-        refuse(std::string(what) + " is " + std::to_string(count) + ", must be 0 .. 2^40 - 1");
-}
-
-void need_threads(int32_t num_threads) {
-    if (num_threads < 1 || num_threads > NESTPIPE_MAX_THREADS)
-        refuse("num_threads is " + std::to_string(num_threads) + ", must be 1 .. 1024");
 }
 
 void need_bytes(const Table& table, int64_t num_rows, int64_t num_columns, int64_t bytes, const char* what) {
@@ -104,53 +56,6 @@ void need_buckets(int64_t first_bucket, int64_t end_bucket) {
     if (first_bucket < 0 || first_bucket > end_bucket || end_bucket > NESTPIPE_NUM_BUCKETS)
         refuse("buckets [" + std::to_string(first_bucket) + ", " + std::to_string(end_bucket) +
                ") are not a range within 0 .. 65536");
-}
-
-void check_occurrences(const nestpipe_occurrences* of, int64_t stride) {
-    need(of, "occurrences");
-    need_count(of->num_occurrences, "num_occurrences");
-    need_count(of->num_samples, "num_samples");
-    need_count(of->num_rows, "num_rows");
-    need_array(of->index, of->num_occurrences, "index");
-    if (of->dtype != NESTPIPE_FLOAT32 && of->dtype != NESTPIPE_FLOAT64) refuse("pool: unknown dtype");
-    if (of->dim < 1 || stride < of->dim) refuse("pool: needs 1 <= dim <= stride");
-    const auto is_row = [of](int64_t row) { return row >= 0 && row <= of->num_rows; };
-    if (!std::all_of(of->index, of->index + of->num_occurrences, is_row)) refuse("pool: index is not 0 .. num_rows");
-    if (of->offsets == nullptr) {
-        if (of->num_occurrences != of->num_samples) refuse("pool: without offsets each sample has one occurrence");
-        return;
-    }
-    const int64_t* end = of->offsets + of->num_samples;
-    if (of->offsets[0] != 0 || *end != of->num_occurrences || !std::is_sorted(of->offsets, end + 1))
-        refuse("pool: offsets do not rise from 0 to num_occurrences");
-}
-
-template <typename Real>
-nestpipe::Occurrences<Real> as(const nestpipe_occurrences& of) {
-    return {of.index, of.offsets, static_cast<const Real*>(of.weights), of.num_samples, of.num_rows, of.dim};
-}
-
-// `columns` of state.
-void check_update(const nestpipe_row_update* of, int64_t columns, int32_t num_threads) {
-    need_count(of->num_rows, "num_rows");
-    need_array(of->rows, of->num_rows, "rows");
-    need_array(of->state, of->num_rows, "state");
-    need_array(of->gradient, of->num_rows, "gradient");
-    need_threads(num_threads);
-    if (of->dtype != NESTPIPE_FLOAT32 && of->dtype != NESTPIPE_FLOAT64) refuse("row update: unknown dtype");
-    if (of->dim < 1 || of->row_stride < of->dim || of->state_stride < columns)
-        refuse("row update: rows or states overlap");
-}
-
-template <typename Real>
-nestpipe::RowUpdate<Real> as(const nestpipe_row_update& of) {
-    return {static_cast<Real*>(of.rows),
-            static_cast<Real*>(of.state),
-            static_cast<const Real*>(of.gradient),
-            of.num_rows,
-            of.dim,
-            of.row_stride,
-            of.state_stride};
 }
 
 void check_initial(const nestpipe_table_spec& spec, const std::string& where) {
@@ -392,61 +297,5 @@ nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64
         need_array(keys, num_keys, "keys");
         need_array(hashes, num_keys, "hashes");
         for (int64_t i = 0; i < num_keys; ++i) hashes[i] = nestpipe::hash_key(keys[i], salt);
-    });
-}
-
-nestpipe_status nestpipe_pool(const nestpipe_occurrences* of, const void* rows, void* out, int64_t stride,
-                              int32_t num_threads) {
-    return guarded([&] {
-        check_occurrences(of, stride);
-        need_array(rows, of->num_rows, "rows");
-        need_array(out, of->num_samples, "out");
-        need_threads(num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            nestpipe::pool(as<float>(*of), static_cast<const float*>(rows), static_cast<float*>(out), stride,
-                           num_threads);
-        else
-            nestpipe::pool(as<double>(*of), static_cast<const double*>(rows), static_cast<double*>(out), stride,
-                           num_threads);
-    });
-}
-
-nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* of, const void* gradient, int64_t stride,
-                                       void* row_gradients, int32_t num_threads) {
-    return guarded([&] {
-        check_occurrences(of, stride);
-        need_array(gradient, of->num_samples, "gradient");
-        need_array(row_gradients, of->num_rows, "row_gradients");
-        need_threads(num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            nestpipe::pool_backward(as<float>(*of), static_cast<const float*>(gradient), stride,
-                                    static_cast<float*>(row_gradients), num_threads);
-        else
-            nestpipe::pool_backward(as<double>(*of), static_cast<const double*>(gradient), stride,
-                                    static_cast<double*>(row_gradients), num_threads);
-    });
-}
-
-nestpipe_status nestpipe_adagrad(const nestpipe_row_update* of, double lr, double eps, int32_t num_threads) {
-    return guarded([&] {
-        need(of, "update");
-        check_update(of, of->dim, num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            nestpipe::adagrad(as<float>(*of), static_cast<float>(lr), static_cast<float>(eps), num_threads);
-        else
-            nestpipe::adagrad(as<double>(*of), lr, eps, num_threads);
-    });
-}
-
-nestpipe_status nestpipe_adam(const nestpipe_row_update* of, double beta1, double beta2, double step_size, double eps,
-                              int32_t num_threads) {
-    return guarded([&] {
-        need(of, "update");
-        check_update(of, 2 * of->dim, num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            nestpipe::adam(as<float>(*of), static_cast<float>(beta1), static_cast<float>(beta2),
-                           static_cast<float>(step_size), static_cast<float>(eps), num_threads);
-        else
-            nestpipe::adam(as<double>(*of), beta1, beta2, step_size, eps, num_threads);
     });
 }

@@ -127,7 +127,8 @@ def _request_of_table(
     values = [part.keys[name].values for part in parts for name in names]
     present = [_present(features[name], part.keys[name].values) for part in parts for name in names]
     occurrences = [v if p is None else v[p] for v, p in zip(values, present, strict=True)]
-    distinct, inverse = unique(torch.cat(occurrences), num_threads)
+    together = torch.cat(occurrences) if len(occurrences) > 1 else occurrences[0].contiguous()
+    distinct, inverse = unique(together, num_threads)
     keys, counts, positions = _by_owner(table, distinct, inverse, world_size)
     of_occurrences = positions.split([len(values) for values in occurrences])
     of_parts = [of_occurrences[i * len(names) : (i + 1) * len(names)] for i in range(len(parts))]

@@ -179,9 +179,9 @@ def check_array(what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[in
         raise TypeError(f"{what} must be {dtype}, got {array.dtype}; convert with .to({dtype})")
     if array.device.type != "cpu":
         raise ValueError(f"{what} must be in host memory, got a tensor on {array.device}; copy it with .cpu()")
-    wanted = "[" + ", ".join("n" if size is None else str(size) for size in shape) + "]"
     fits = array.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, array.shape, strict=True))
     if not fits:
+        wanted = "[" + ", ".join("n" if size is None else str(size) for size in shape) + "]"
         raise ValueError(f"{what} must have shape {wanted}, got {list(array.shape)}")
     if array.layout != torch.strided or not array.is_contiguous() or array.is_neg():
         raise ValueError(f"{what} must be contiguous and dense; call .resolve_neg().contiguous()")
