@@ -1,9 +1,11 @@
-"""The README's example does what it says."""
+"""The README's examples do what they say."""
 
 import re
 from pathlib import Path
 
 
-def test_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
-    exec(code, {})
+def test_examples_run() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+    assert len(examples) == 2
+    for code in examples:
+        exec(code, {})

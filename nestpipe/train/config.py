@@ -72,7 +72,7 @@ class RowOptimizerSection:
     kind: str = key("adagrad", "how rows change", choices=ROW_OPTIMIZERS)
     lr: float = key(0.05, "learning rate", above=0)
     weight_decay: float = key(0.0, "on the rows of the batch only", at_least=0)
-    initial_accumulator: float = key(0.1, "what the sum of squares of the two Adagrads starts from", at_least=0)
+    initial_accumulator: float = key(0.0, "what the sum of squares of the two Adagrads starts from", at_least=0)
     betas: tuple[float, float] = key((0.9, 0.999), "of Adam", at_least=0, below=1)
     eps: float | None = key(None, "added to the denominator; not set: the optimizer's own", at_least=0)
 
