@@ -47,10 +47,14 @@ class Watch:
         """why this world can no longer be used"""
         self._store = store
         self._num_beats = 0
-        self._agreed: BaseException | None = None
+        self._agreed: list[BaseException] = []
 
-    def wait(self, pending: Future[T], stage: str) -> T:
-        """The result of a collective, or of what depends on one. The caller's thread stays open to Ctrl-C."""
+    def wait(self, pending: Future[T], stage: str, is_remote: bool = True) -> T:
+        """The result of a lane's work. The caller's thread stays open to Ctrl-C.
+
+        Work that is not remote needs no other rank and may take as long as it likes; but if another rank fails
+        meanwhile, this one ends too.
+        """
         if self.failure is not None:
             raise RankError(f"these ranks have failed before: {self.failure}; start them again")
         started = time.monotonic()
@@ -59,20 +63,26 @@ class Watch:
             if texts := self._failures():
                 self._linger()
                 raise self._lost(stage, texts)
-            waited = time.monotonic() - started
+            waited = time.monotonic() - started if is_remote else 0.0
             if beats is None and waited > self.timeout_seconds / 2:
                 beats = self._beats()
             if waited > self.timeout_seconds:
                 if self._beats() == beats:
                     raise self._lost(stage, self._roll_call(f"no answer for {self.timeout_seconds:g} s, it hangs"))
                 started, beats = time.monotonic(), None
-        if isinstance(pending.exception(), LostConnectionError):
-            raise self._lost(stage, self._failures() or self._roll_call("its connection was closed, it has died"))
+        if isinstance(error := pending.exception(), LostConnectionError):
+            raise self.explained(error, stage)
         return pending.result()
+
+    def explained(self, error: Exception, stage: str) -> Exception:
+        """A lost connection becomes an error that says which rank, and why; others stay as they are."""
+        if not isinstance(error, LostConnectionError):
+            return error
+        return self._lost(stage, self._failures() or self._roll_call("its connection was closed, it has died"))
 
     def agreed(self, error: E) -> E:
         """Marks an error that all ranks raise at the same place: they can go on together afterwards."""
-        self._agreed = error
+        self._agreed = [*self._agreed[-7:], error]
         return error
 
     @contextmanager
@@ -86,7 +96,7 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one goes no further."""
-        if self.size > 1 and self.failure is None and error is not self._agreed:
+        if self.size > 1 and self.failure is None and not any(error is e for e in self._agreed):
             self.failure = error
             self._set(f"failed/{self.rank}", describe(error))
             self._set("failed", "some")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -21,6 +22,8 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1, timeout_seconds: float = 25.0) -> None:
         self.rank = rank
         self.size = size
+        self.device = torch.device("cpu")
+        """of the model and of the rows in training"""
         store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
         self.watch = Watch(rank, size, store, timeout_seconds)
         self.route = self._channel("route")

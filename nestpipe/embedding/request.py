@@ -6,7 +6,7 @@ a key in this list is its position; all that follows speaks of positions.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class Placed:
     """[n] row of the micro-batch's leaf for each key; one beyond the last row where the key is padding."""
     offsets: Tensor
     weights: Tensor | None
+
+    def to(self, device: torch.device) -> "Placed":
+        weights = None if self.weights is None else self.weights.to(device)
+        return Placed(self.index.to(device), self.offsets.to(device), weights)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,12 @@ class Request:
     weights: dict[str, float]
     has_batch: bool
     """False: this rank is out of data, and takes part with nothing"""
+
+    def to(self, device: torch.device) -> "Request":
+        """What the model is given, on the device."""
+        placed = [{name: p.to(device) for name, p in of_features.items()} for of_features in self.placed]
+        inputs: list[Mapping[str, Tensor]] = [{n: value.to(device) for n, value in of.items()} for of in self.inputs]
+        return replace(self, placed=placed, inputs=inputs)
 
 
 def make_request(

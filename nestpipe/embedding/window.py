@@ -106,8 +106,8 @@ class OwnerTable:
     def rows_for(self, requester: int, micro_batch: int) -> Tensor:
         slots, places = self.owned.slots[requester], self.plans[requester].bring[micro_batch]
         if places is None and requester == 0:
-            return self.buffer.rows[: len(slots)]  # its keys have the first slots, in order
-        return self.buffer.rows.index_select(0, slots if places is None else slots[places])
+            return self.buffer.frozen_rows[: len(slots)]  # its keys have the first slots, in order
+        return self.buffer.frozen_rows.index_select(0, slots if places is None else slots[places])
 
     def num_taken(self, requester: int, micro_batch: int) -> int:
         places = self.plans[requester].take[micro_batch]

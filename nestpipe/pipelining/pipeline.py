@@ -11,16 +11,15 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
-from nestpipe.embedding.buffer import Buffer, retrieve_rows, room_error, update_rows, write_back
+from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.embedding.request import Request, make_request
-from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.embedding.window import WINDOWS, Window
+from nestpipe.pipelining.executor import Action, Executor
+from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, Op, operations
+from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore
-
-SCHEDULES = ("serial",)
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,26 @@ class NonFiniteError(ArithmeticError):
 class Step:
     """One step: iterate over its micro-batches, then call update_rows. Empty micro-batches are passed over."""
 
-    def __init__(self, number: int, route: Route, buffers: list[Buffer], pipeline: "Pipeline") -> None:
+    def __init__(self, number: int, flight: Flight, pipeline: "Pipeline") -> None:
+        assert flight.route is not None
         self.number = number
-        self.weights = route.weights
-        self.num_samples = route.num_samples
+        self.weights = flight.route.weights
+        self.num_samples = flight.route.num_samples
         self.trace = pipeline.trace
         self.is_reduced = False
         """whether the dense gradients were handed to the dense optimizer"""
         self.is_applied = False
-        self.problem = room_error(buffers, pipeline.store)
+        self.problem = flight.problem
         """why this step must not be applied; the dense reduction tells all ranks"""
-        self._route = route
-        self.buffers = buffers
+        self.buffers = flight.buffers
         """the working set of this rank, as an owner"""
+        self._flight = flight
+        self._route = flight.route
         self._pipeline = pipeline
-        self._window = Window(route, buffers, pipeline.world.rows, pipeline.world.gradients, pipeline.window)
+        self._window = Window(
+            flight.route, flight.buffers, pipeline.world.rows, pipeline.world.gradients, pipeline.window
+        )
+        self._leaves: dict[str, Tensor] = {}
         self._num_taken = 0
 
     @property
@@ -68,38 +72,46 @@ class Step:
         return self.weights.get("", 0.0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        request, trace = self._route.request, self.trace
+        request, executor = self._route.request, self._pipeline.executor
         trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
-        for i in range(len(request.num_samples)):
-            with trace.span("bring"):
-                self._window.bring(i)
-            with trace.span("dense"):
-                leaves = self._window.leaves(i)
-                if i in trained:
+        for i, num_samples in enumerate(request.num_samples):
+            executor.play_until("dense")
+            with self.trace.span("dense", i):
+                self._leaves = self._window.leaves(i)
+                if num_samples > 0:
                     seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
-                    embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
+                    embeddings = Embeddings(self._pipeline.features, request.placed[i], self._leaves)
                     is_last = i == trained[-1]
-                    yield MicroBatch(embeddings, request.inputs[i], leaves, request.num_samples[i], is_last)
-            with trace.span("take"):
-                self._window.take(i, {name: leaf.grad for name, leaf in leaves.items()})
-            self._num_taken += 1
+                    yield MicroBatch(embeddings, request.inputs[i], self._leaves, num_samples, is_last)
+            executor.step_over()
+        executor.play_until("reduce")
+        executor.step_over()
+
+    def bring(self, op: Op) -> None:
+        self._window.bring(op.micro_batch)
+
+    def take(self, op: Op) -> None:
+        self._window.take(op.micro_batch, {name: leaf.grad for name, leaf in self._leaves.items()})
+        self._num_taken += 1
 
     def update_rows(self, gradient_scale: float = 1.0) -> None:
-        """Row optimizer and write-back. Call it once, after the dense optimizer's step."""
+        """Row optimizer, overlap sync, write-back. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
         self.check_complete()
         if self.problem is not None:
             raise self.problem
+        self._pipeline.executor.play_until("update")
         with self.trace.span("update"):
             gradients = self._gradients
             if gradient_scale != 1.0:
                 gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
             update_rows(self.buffers, gradients, self.number + 1)
-        with self.trace.span("write_back"):
-            write_back(self.buffers, self._pipeline.store, self.number)
+        self._flight.step = self.number
         self.is_applied = True
         self.trace.enter("")
+        self._pipeline.executor.step_over()
+        self._pipeline.executor.play_through("write_back")
         self._count_bytes()
 
     def check_complete(self) -> None:
@@ -132,16 +144,19 @@ class Step:
         return self._window.gradient_bytes
 
     def _count_bytes(self) -> None:
-        written = [buffer.records.nbytes for buffer in self.buffers if not buffer.table.frozen]
+        retrieved, written = self._pipeline.stages.host_bytes(self._flight)
         self.trace.add_bytes("exchanged_row_bytes_per_step", self.row_bytes)
         self.trace.add_bytes("exchanged_gradient_bytes_per_step", self.gradient_bytes)
         self.trace.add_bytes("exchanged_key_bytes_per_step", self._route.key_bytes)
-        self.trace.add_bytes("retrieved_bytes_per_step", sum(buffer.records.nbytes for buffer in self.buffers))
-        self.trace.add_bytes("written_back_bytes_per_step", sum(written))
+        self.trace.add_bytes("retrieved_bytes_per_step", retrieved)
+        self.trace.add_bytes("written_back_bytes_per_step", written)
 
 
 class Pipeline:
-    """An iterable of steps over batches, and the context that ends it cleanly."""
+    """An iterable of steps over batches, and the context that ends it cleanly.
+
+    When it has ended, the store holds every row, whatever the schedule.
+    """
 
     def __init__(
         self,
@@ -158,13 +173,17 @@ class Pipeline:
         seed: int = 0,
         num_threads: int = 1,
         trace: Trace | None = None,
+        stale: bool = False,
+        fault: str = "",
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
-        if window not in WINDOWS:
-            raise ValueError(f"window is {window!r}, must be one of {', '.join(WINDOWS)}")
+        """`stale` and `fault` are for experiments and tests: they make the result wrong."""
+        _check_choice("schedule", schedule, SCHEDULES)
+        _check_choice("window", window, WINDOWS)
+        _check_choice("fault", fault, FAULTS)
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}, must be at least 1")
+        if (stale or fault) and schedule not in OVERLAPPING:
+            raise ValueError(f"stale rows and faults need one of the schedules {', '.join(OVERLAPPING)}")
         self.features = dict(features)
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
@@ -174,11 +193,33 @@ class Pipeline:
         self.trace = trace or Trace()
         self.num_skipped = 0
         """batches of weight 0, which are no step"""
-        self._batches = iter(batches)
-        self._num_micro_batches = num_micro_batches
-        self._steps = steps
+        self.untrained: list[Batch] = []
+        """after the end: batches that were pulled and not trained, for the next pipeline"""
+        self.stages = Stages(
+            self.features,
+            iter(batches),
+            self.store,
+            self.world,
+            num_micro_batches=num_micro_batches,
+            num_threads=num_threads,
+            steps=steps,
+            keeps_overlap=schedule in OVERLAPPING,
+            stale=stale,
+            fault=fault,
+        )
+        actions: dict[str, Action] = {
+            "prefetch": self.stages.prefetch,
+            "upload": self.stages.upload,
+            "route": self.stages.route,
+            "retrieve": self.stages.retrieve,
+            "bring": lambda op: self._step.bring(op) if self._step is not None else None,
+            "take": lambda op: self._step.take(op) if self._step is not None else None,
+            "overlap_sync": self.stages.overlap_sync,
+            "write_back": self.stages.write_back,
+            **dict.fromkeys(("begin", "dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
+        }
+        self.executor = Executor(operations(schedule, num_micro_batches, steps), actions, self.trace, self.world.watch)
         self._number = first_step
-        self._num_threads = num_threads
         self._step: Step | None = None
 
     def __enter__(self) -> "Pipeline":
@@ -190,6 +231,7 @@ class Pipeline:
         self.trace.enter("")
         if error is not None:
             self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
+        self._end()
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:
             text = (
                 f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
@@ -200,40 +242,52 @@ class Pipeline:
             error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
-        end = None if self._steps is None else self._number + self._steps
-        while end is None or self._number < end:
+        while True:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_step(self._number)
-            route = self._next_route()
-            if route is None:
+            flight = self._next_flight()
+            if flight.error is not None:
+                raise self.world.watch.explained(flight.error, "route")
+            if flight.is_end:
+                self._end()
                 return
-            if not route.is_step:
+            if not flight.is_step:
                 self.num_skipped += 1
+                self.executor.play_through("write_back")
                 continue
-            with self.trace.span("retrieve"):
-                buffers = retrieve_rows(route, self.store)
             with self.trace.span("bring"):
-                self._step = Step(self._number, route, buffers, self)
+                self._step = Step(self._number, flight, self)
             yield self._step
             if not self._step.is_applied:
                 raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
+            self.trace.end_step(self._step.num_samples)
             self._step = None
             self._number += 1
-            self.trace.end_step(route.num_samples)
 
-    def _next_route(self) -> Route | None:
-        with self.trace.span("prefetch"):
-            request = self._next_request()
-        with self.trace.span("route"):
-            return route_keys(request, len(tables_of(self.features)), self.world.route)
+    def flush(self) -> None:
+        """At a step boundary, on all ranks: lets the lanes finish, and writes every row to the store. Then goes on."""
+        self.executor.drain()
+        self.stages.flush()
 
-    def _next_request(self) -> Request | Exception:
-        """Errors of the reader and of its batches are returned: all ranks must hear of them."""
-        try:
-            batch = next(self._batches, None)
-            return make_request(self.features, batch, self._num_micro_batches, self.world.size, self._num_threads)
-        except Exception as error:  # carried to every rank by the route's header, and raised there
-            return error
+    def _next_flight(self) -> Flight:
+        op = self.executor.play_until("begin")
+        self.executor.wait(op)
+        self.executor.step_over()
+        flight = self.stages.flight(op.batch)
+        self.stages.begin(flight)
+        return flight
+
+    def _end(self) -> None:
+        """With ranks that no longer answer there is nothing to wait for; their lanes end with the process."""
+        if self.world.watch.failure is None:
+            self.flush()
+            self.executor.close()
+            self.untrained = self.stages.untrained()
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, choices))}")
 
 
 pipeline = Pipeline

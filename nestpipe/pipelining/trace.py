@@ -1,14 +1,18 @@
-"""Where the time of a step goes, on the compute lane: spans of named stages, and what no span covers."""
+"""Where the time goes: spans of named stages on every lane, and what no span of the compute lane covers."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from nestpipe.pipelining.schedule import COMPUTE, Op
+
 STAGES = {
     "prefetch": "exposed_input_ms",
+    "upload": "exposed_lookup_ms",
     "route": "exposed_lookup_ms",
     "retrieve": "exposed_lookup_ms",
+    "overlap_sync": "exposed_lookup_ms",
     "write_back": "exposed_lookup_ms",
     "bring": "exposed_exchange_ms",
     "take": "exposed_exchange_ms",
@@ -18,10 +22,14 @@ STAGES = {
     "other": "other_ms",
     "": "unattributed_ms",
 }
-"""Stage -> the field of the summary that its time counts in."""
+"""Stage -> the field of the summary that its time on the compute lane counts in."""
 
-LANES = {"busy_host_ms": ("retrieve", "write_back"), "busy_exchange_ms": ("bring", "take")}
-"""The time a lane spends working, whoever waits for it."""
+BUSY = {
+    "busy_host_ms": ("retrieve", "write_back"),
+    "busy_exchange_ms": ("bring", "take"),
+}
+"""The time spent working at these stages, on whichever lane."""
+
 BYTE_FIELDS = (
     "exchanged_row_bytes_per_step",
     "exchanged_gradient_bytes_per_step",
@@ -40,52 +48,87 @@ class StepTimes:
     """of the global batch"""
     step_ms: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    """milliseconds of each stage; they add up to step_ms"""
+    """milliseconds of each stage on the compute lane, waiting included; they add up to step_ms"""
+    busy: dict[str, float] = field(default_factory=dict)
+    """milliseconds of each stage that other lanes worked on meanwhile"""
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BYTE_FIELDS, 0))
     """BYTE_FIELDS; exchanged bytes are those to other ranks"""
+
+
+@dataclass(frozen=True)
+class Span:
+    lane: str
+    stage: str
+    batch: int
+    micro_batch: int
+    begin_ns: int
+    end_ns: int
 
 
 class Trace:
     """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
 
-    def __init__(self, steps: list[StepTimes] | None = None) -> None:
+    def __init__(self, steps: list[StepTimes] | None = None, spans: list[Span] | None = None) -> None:
         self.steps = steps if steps is not None else []
         """those that were applied"""
+        self.spans = spans
+        """of all lanes, if a list was given to put them in"""
         self.current = StepTimes(-1)
         """the step under way, or the time between two runs"""
-        self._stage = ""
+        self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
+        self._busy_ns: dict[str, int] = {}
+        self._busy_before: dict[str, int] = {}
 
     def begin_step(self, number: int) -> None:
         """Everything from here on belongs to this step."""
-        self._switch("")
+        self._switch("", -1)
         self.current = StepTimes(number)
 
     def end_step(self, num_samples: int) -> None:
         """The step was applied: it counts."""
-        self._switch("")
+        self._switch("", -1)
+        busy, self._busy_before = self._busy_before, dict(self._busy_ns)
+        self.current.busy = {stage: (ns - busy.get(stage, 0)) / 1e6 for stage, ns in self._busy_before.items()}
         self.current.num_samples = num_samples
         self.current.step_ms = sum(self.current.stages.values())
         self.steps.append(self.current)
         self.current = StepTimes(-1)
 
     @contextmanager
-    def span(self, stage: str) -> Iterator[None]:
-        outer = self._switch(stage)
+    def span(self, stage: str, micro_batch: int = -1) -> Iterator[None]:
+        """On the compute lane: work at a stage, or waiting for it."""
+        outer = self._switch(stage, micro_batch)
         try:
             yield
         finally:
-            self._switch(outer)
+            self._switch(*outer)
 
     def enter(self, stage: str) -> None:
         """From here to the next span or `enter`: for stages that end in another function than they began in."""
-        self._switch(stage)
+        self._switch(stage, -1)
+
+    @contextmanager
+    def lane_span(self, op: Op) -> Iterator[None]:
+        """On another lane, in its thread. A stage is always on the same lane, so nobody else adds to its sum."""
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            end = time.perf_counter_ns()
+            self._busy_ns[op.stage] = self._busy_ns.get(op.stage, 0) + end - begin
+            if self.spans is not None:
+                self.spans.append(Span(op.lane, op.stage, op.batch, op.micro_batch, begin, end))
 
     def add_bytes(self, name: str, num_bytes: int) -> None:
         self.current.sizes[name] += num_bytes
 
-    def _switch(self, stage: str) -> str:
+    def _switch(self, stage: str, micro_batch: int) -> tuple[str, int]:
         now = time.perf_counter_ns()
         self.current.stages[self._stage] += (now - self._since) / 1e6
-        outer, self._stage, self._since = self._stage, stage, now
+        if self.spans is not None and self._stage:
+            span = Span(COMPUTE, self._stage, self.current.number, self._micro_batch, self._since, now)
+            self.spans.append(span)
+        outer = self._stage, self._micro_batch
+        self._stage, self._micro_batch, self._since = stage, micro_batch, now
         return outer

@@ -1,7 +1,8 @@
 """Whether a model may be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 import torch
 from torch import nn
@@ -13,19 +14,49 @@ from nestpipe.store import HostStore
 from nestpipe.train.loss import loss_sums
 from nestpipe.train.read import read_batch
 
+MOST_SMALL_BATCHES = 16
+"""of fewer than two samples at the beginning, after which the check is given up"""
+
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
+class SplitError(ValueError):
+    """A model's loss depends on how the batch is cut."""
+
+
 def check_first_batch(
-    batches: Iterable[Batch], model: nn.Module, features: Mapping[str, Feature], store: HostStore
+    batches: Iterator[Batch],
+    steps: int | None,
+    model: nn.Module,
+    features: Mapping[str, Feature],
+    store: HostStore,
 ) -> Iterator[Batch]:
-    """The batches; the first with two samples or more is checked before it is handed on."""
-    checked = False
-    for batch in batches:
-        if not checked and len(batch) >= 2:
-            check_split(model, features, batch, store)
-            checked = True
-        yield batch
+    """The batches, of which the first with two samples or more has been checked.
+
+    That is done here and now, in the caller's thread: the batches will be pulled by another, while the model trains.
+    What goes wrong is raised when the batch is pulled, so that all ranks hear of it.
+    """
+    pulled: list[Batch] = []
+    error: Exception | None = None
+    try:
+        for batch in islice(batches, steps):
+            pulled.append(batch)
+            if len(batch) >= 2:
+                check_split(model, features, batch, store)
+                break
+            if len(pulled) == MOST_SMALL_BATCHES:
+                break
+    except Exception as raised:
+        error = raised
+    return _chained(pulled, error, batches)
+
+
+def _chained(pulled: list[Batch], error: Exception | None, batches: Iterator[Batch]) -> Iterator[Batch]:
+    if error is not None:
+        yield from pulled[:-1] if isinstance(error, SplitError) else pulled
+        raise error
+    yield from pulled
+    yield from batches
 
 
 def check_split(model: nn.Module, features: Mapping[str, Feature], batch: Batch, store: HostStore) -> None:
@@ -50,7 +81,7 @@ def check_split(model: nn.Module, features: Mapping[str, Feature], batch: Batch,
         if not math.isfinite(expected):
             continue  # another fault, which the step itself names
         if not abs(expected - halves[name]) <= tolerance * max(abs(expected), abs(halves[name]), 1e-6):
-            raise ValueError(_refusal(model, name, expected, halves[name]))
+            raise SplitError(_refusal(model, name, expected, halves[name]))
 
 
 def _sums(

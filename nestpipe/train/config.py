@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from nestpipe.embedding.window import WINDOWS
-from nestpipe.pipelining.pipeline import SCHEDULES
+from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store.interface import MOST_ROWS
 
 DATA = ("clicks",)

@@ -38,6 +38,7 @@ class Evaluation:
 
 def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Metric] = ()) -> Evaluation:
     """All ranks call it, between steps, each with its own batches; all get the same result."""
+    trainer.flush()
     metrics = list(metrics)
     model, channel = trainer.model, trainer.world.evaluate
     if metrics and not hasattr(model, "predict"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nestpipe.distributed import World
-from nestpipe.pipelining.trace import BYTE_FIELDS, LANES, STAGES, StepTimes
+from nestpipe.pipelining.trace import BUSY, BYTE_FIELDS, STAGES, StepTimes
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
@@ -44,7 +44,7 @@ def counted(times: Sequence[StepTimes]) -> Sequence[StepTimes]:
 def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
     """All ranks call it, and get the same."""
     steps = counted(times)
-    names = ("step_ms", *TIME_FIELDS, *LANES, *BYTE_FIELDS, "peak_rss_bytes")
+    names = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY, *BYTE_FIELDS, "peak_rss_bytes")
     mine = torch.tensor([_mean_of_rank(steps, name) for name in names], dtype=torch.float64)
     of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
     columns = {name: of_ranks[:, i] for i, name in enumerate(names)}
@@ -66,8 +66,11 @@ def _value(step: StepTimes, name: str) -> float:
         return step.step_ms
     if name in BYTE_FIELDS:
         return step.sizes[name]
-    stages = LANES.get(name) or [stage for stage, part in STAGES.items() if part == name]
-    return sum(step.stages[stage] for stage in stages)
+    if name in BUSY:  # on the compute lane if it is done there, else on the lane of its own
+        return sum(step.busy[stage] if stage in step.busy else step.stages[stage] for stage in BUSY[name])
+    if name == "overlap_sync_ms":
+        return step.stages["overlap_sync"]
+    return sum(step.stages[stage] for stage, part in STAGES.items() if part == name)
 
 
 def table_memory(trainer: "Trainer") -> list[TableMemory]:

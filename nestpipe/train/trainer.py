@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
-from nestpipe.pipelining.trace import StepTimes, Trace
+from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.check_split import check_first_batch
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
@@ -31,6 +32,8 @@ class FitResult:
     """batches of weight 0"""
     times: list[StepTimes] = field(default_factory=list)
     """of each step, on this rank"""
+    spans: list[Span] | None = None
+    """of all lanes, if a list is given to put them in"""
 
 
 class Trainer:
@@ -50,6 +53,8 @@ class Trainer:
         clip_rows: bool = False,
         schedule_lr: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         check_split: bool = True,
+        stale: bool = False,
+        fault: str = "",
         seed: int = 0,
         num_threads: int = 1,
     ) -> None:
@@ -70,12 +75,17 @@ class Trainer:
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.num_steps = 0
         self.store = make_store(self.tables, seed, num_threads)
+        self._pipeline: Pipeline | None = None
+        self._batches: Iterator[Batch] | None = None
+        self._untrained: list[Batch] = []
         self._options = {
             "schedule": schedule,
             "num_micro_batches": num_micro_batches,
             "window": window,
             "seed": seed,
             "num_threads": num_threads,
+            "stale": stale,
+            "fault": fault,
         }
 
     def fit(
@@ -90,29 +100,48 @@ class Trainer:
         A result of an earlier call may be given to be added to.
         """
         result = result if result is not None else FitResult()
+        iterator = self._resumed(iter(batches))
         if self.check_split:
-            batches = check_first_batch(batches, self.model, self.features, self.store)
-        with Pipeline(
+            iterator = check_first_batch(iterator, steps, self.model, self.features, self.store)
+        pipeline = Pipeline(
             self.features,
-            batches,
+            iterator,
             store=self.store,
             world=self.world,
             steps=steps,
             first_step=self.num_steps,
+            trace=Trace(result.times, result.spans),
             **self._options,  # type: ignore[arg-type]
-            trace=Trace(result.times),
-        ) as pipeline:
-            for step in pipeline:
-                result.losses.append(self._train(step))
-                self.num_steps += 1
-                if after_step is not None:
-                    with step.trace.span("other"):
-                        after_step(result)
-            result.num_skipped += pipeline.num_skipped
+        )
+        self._pipeline = pipeline
+        try:
+            with pipeline:
+                for step in pipeline:
+                    result.losses.append(self._train(step))
+                    self.num_steps += 1
+                    if after_step is not None:
+                        with step.trace.span("other"):
+                            after_step(result)
+                result.num_skipped += pipeline.num_skipped
+        finally:
+            self._pipeline = None
+            self._untrained = pipeline.untrained
         return result
+
+    def flush(self) -> None:
+        """Within fit, at a step boundary, on all ranks: every row is written to the store. Otherwise nothing to do."""
+        if self._pipeline is not None:
+            self._pipeline.flush()
+
+    def _resumed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; first those that an earlier call of fit pulled from the same iterator and did not train."""
+        untrained = self._untrained if batches is self._batches else []
+        self._batches, self._untrained = batches, []
+        return chain(untrained, batches)
 
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint, on all ranks together; the one that was there stays good until this one is complete."""
+        self.flush()
         save(self, Path(path))
 
     def load(self, path: str | Path) -> None:
@@ -121,6 +150,7 @@ class Trainer:
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
         """The keys of a table, ascending, and their rows as plain torch; on every rank."""
+        self.flush()
         return export_embedding(self, table)
 
     def import_rows(self, table: str, keys: Tensor, rows: Tensor) -> None:
@@ -128,6 +158,8 @@ class Trainer:
         import_rows(self, table, keys, rows)
 
     def digest(self) -> str:
+        """One number for all rows, row state, dense parameters and dense optimizer state; the same on every rank."""
+        self.flush()
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
     def _train(self, step: Step) -> float:

@@ -1,0 +1,93 @@
+"""Plays a schedule: the operations of the compute lane in the caller's thread, the others on lanes of their own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+
+from nestpipe.distributed import Lane
+from nestpipe.distributed.watch import Watch
+from nestpipe.pipelining.schedule import COMPUTE, Name, Op
+from nestpipe.pipelining.trace import Trace
+
+Action = Callable[[Op], None]
+
+REMOTE = ("route",)
+"""stages of other lanes that need other ranks; at the others a rank works alone, as long as it takes"""
+
+
+class Executor:
+    """The caller plays the list up to an operation that is its own, does it, steps over it, and goes on.
+
+    Operations of other lanes are handed over where they stand in the list. So how far those lanes run ahead is bounded
+    by the list, and is the same on every rank.
+    """
+
+    def __init__(self, operations: Iterator[Op], actions: Mapping[str, Action], trace: Trace, watch: Watch) -> None:
+        self._operations = operations
+        self._actions = actions
+        self._trace = trace
+        self._watch = watch
+        self._head = next(operations)
+        self._lanes: dict[str, Lane] = {}
+        self._pending: dict[Name, Future[None]] = {}
+
+    def play_until(self, stage: str) -> Op:
+        """Plays what stands before the next operation of this stage, and returns that one: the caller does it."""
+        while self._head.stage != stage:
+            self._play(self._head)
+            self.step_over()
+        return self._head
+
+    def play_through(self, stage: str) -> None:
+        """Plays everything up to the next operation of this stage, and that one too."""
+        self._play(self.play_until(stage))
+        self.step_over()
+
+    def step_over(self) -> None:
+        """The caller has done the operation that play_until returned."""
+        self._head = next(self._operations)
+
+    def wait(self, op: Op) -> None:
+        """Until what the operation waits for is done; the time counts for the stage that is late."""
+        for name in op.waits_for:
+            pending = self._pending.get(name)
+            if pending is not None and not pending.done():
+                with self._trace.span(name[0]):
+                    self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+        self._forget_done(op.batch)
+
+    def drain(self) -> None:
+        """Waits until every lane has done all it was handed; raises what one of them raised."""
+        for name, pending in list(self._pending.items()):
+            self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Ends the lanes' threads; they must have done all they were handed."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+    def _play(self, op: Op) -> None:
+        if op.lane == COMPUTE:
+            self.wait(op)
+            with self._trace.span(op.stage, op.micro_batch):
+                self._actions[op.stage](op)
+            return
+        if op.lane not in self._lanes:
+            self._lanes[op.lane] = Lane(op.lane)
+        # What is not pending was done on the compute lane, by this thread, before it came here.
+        before = [self._pending[name] for name in op.waits_for if name in self._pending]
+        self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before))
+
+    def _run(self, op: Op, before: list[Future[None]]) -> None:
+        """In the lane's thread."""
+        for pending in before:
+            pending.result()
+        with self._trace.lane_span(op):
+            self._actions[op.stage](op)
+
+    def _forget_done(self, batch: int) -> None:
+        """Operations of batches before this one, done; raises what one of them raised."""
+        done = [name for name, pending in self._pending.items() if name[1] < batch and pending.done()]
+        for name in done:
+            self._pending.pop(name).result()

@@ -1,0 +1,207 @@
+"""What the operations of a schedule do: the stages of a batch before, between and after its training."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nestpipe.data.batch import Batch
+from nestpipe.distributed import World
+from nestpipe.embedding.buffer import (
+    Buffer,
+    BufferMemory,
+    Overlap,
+    find_overlap,
+    leaving,
+    retrieve_rows,
+    room_error,
+    sync_overlap,
+    write_back,
+)
+from nestpipe.embedding.request import Request, make_request
+from nestpipe.embedding.route import Route, route_keys
+from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.pipelining.schedule import Op
+from nestpipe.store import HostStore
+
+FAULTS = ("", "skip_overlap_sync")
+
+
+@dataclass
+class Flight:
+    """A batch on its way through the stages. Each stage fills in its part; the next one reads it."""
+
+    number: int
+    batch: Batch | None = None
+    request: Request | Exception | None = None
+    """None: not pulled, because the run has as many steps as it was asked for"""
+    route: Route | None = None
+    """None: no rank has a batch, or there was an error"""
+    buffers: list[Buffer] = field(default_factory=list)
+    overlap: list[Overlap] | None = None
+    """with the batch before it; None: all its rows come from the host store"""
+    has_unwritten: bool = False
+    """whether the records of the overlap are newer than those in the host store"""
+    rows_before: list[Tensor] | None = None
+    """as they were before the update; for experiments with stale rows"""
+    error: Exception | None = None
+    """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
+    problem: Exception | None = None
+    """why it must not be applied; found out on one rank"""
+    step: int = -1
+    """number of the step that trained it; -1: not applied"""
+    is_written: bool = False
+    """whether it was written back, all but what stays for the next"""
+
+    @property
+    def is_step(self) -> bool:
+        return self.route is not None and self.route.is_step and self.error is None
+
+    @property
+    def is_end(self) -> bool:
+        return self.route is None and self.error is None
+
+
+class Stages:
+    """The batches under way, and one method for each operation. Different lanes call different methods, each with a
+    batch whose earlier stages are done; so nothing here needs a lock."""
+
+    def __init__(
+        self,
+        features: Mapping[str, Feature],
+        batches: Iterator[Batch],
+        store: HostStore,
+        world: World,
+        *,
+        num_micro_batches: int,
+        num_threads: int,
+        steps: int | None,
+        keeps_overlap: bool,
+        stale: bool,
+        fault: str,
+    ) -> None:
+        self._features = features
+        self._num_tables = len(tables_of(features))
+        self._batches = batches
+        self._store = store
+        self._world = world
+        self._num_micro_batches = num_micro_batches
+        self._num_threads = num_threads
+        self._steps = steps
+        self._keeps_overlap = keeps_overlap
+        self._stale = stale
+        self._fault = fault
+        self._flights: dict[int, Flight] = {}
+        self._memory = BufferMemory(), BufferMemory()
+        self._num_steps_routed = 0
+        self._has_ended = False
+
+    def flight(self, number: int) -> Flight:
+        return self._flights.setdefault(number, Flight(number))
+
+    def prefetch(self, op: Op) -> None:
+        """Pulls a batch and dedups its keys. What goes wrong travels in the route's header, so that all ranks hear."""
+        flight = self.flight(op.batch)
+        # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
+        # say: the schedule has it wait for them.
+        if self._steps is not None and op.batch >= self._steps and self._num_steps_routed >= self._steps:
+            return
+        try:
+            flight.batch = next(self._batches, None)
+            flight.request = make_request(
+                self._features, flight.batch, self._num_micro_batches, self._world.size, self._num_threads
+            )
+        except Exception as error:
+            flight.request = error
+
+    def upload(self, op: Op) -> None:
+        """To the device of the model."""
+        flight = self.flight(op.batch)
+        if isinstance(flight.request, Request):
+            flight.request = flight.request.to(self._world.device)
+
+    def route(self, op: Op) -> None:
+        flight = self.flight(op.batch)
+        if self._has_ended or flight.request is None:
+            return  # on every rank: they have seen the same headers
+        try:
+            flight.route = route_keys(flight.request, self._num_tables, self._world.route)
+        except Exception as error:
+            flight.error = error
+        self._has_ended = flight.route is None
+        self._num_steps_routed += flight.is_step
+
+    def retrieve(self, op: Op) -> None:
+        flight, before = self.flight(op.batch), self.flight(op.batch - 1)
+        if not flight.is_step:
+            return
+        assert flight.route is not None
+        try:
+            if self._keeps_overlap and before.is_step:
+                assert before.route is not None
+                flight.overlap = find_overlap(before.route.owned, flight.route.owned)
+            memory = self._memory[op.batch % 2]
+            flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
+            flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)
+        except Exception as error:  # no memory, for example
+            flight.error = error
+
+    def begin(self, flight: Flight) -> None:
+        if self._stale:
+            flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
+
+    def overlap_sync(self, op: Op) -> None:
+        """After the update of a batch: what the next one shares with it. Then the buffers swap roles."""
+        flight, following = self.flight(op.batch), self.flight(op.batch + 1)
+        if following.overlap is None or following.error is not None:
+            return
+        if self._fault != "skip_overlap_sync":
+            sync_overlap(flight.buffers, following.buffers, following.overlap)
+        following.has_unwritten = True
+        if flight.rows_before is not None:
+            _show_stale(following, flight.rows_before)
+
+    def write_back(self, op: Op) -> None:
+        """What stays on the device for the next batch is not written. Afterwards nobody needs this batch."""
+        flight, following = self.flight(op.batch), self.flight(op.batch + 1)
+        if flight.step >= 0:
+            stays = following.overlap if following.has_unwritten else None
+            slots = None if stays is None else leaving(flight.buffers, stays)
+            write_back(flight.buffers, self._store, flight.step, slots)
+        flight.is_written = True
+        self._flights.pop(op.batch - 1, None)  # the one before: `retrieve` of the next still looks at this one
+
+    def flush(self) -> None:
+        """Writes to the host store what only a buffer has. No lane may be at work."""
+        for number in sorted(self._flights):
+            flight = self._flights[number]
+            if flight.step >= 0 and not flight.is_written:  # interrupted right after its update
+                write_back(flight.buffers, self._store, flight.step)
+            elif flight.has_unwritten and flight.step < 0 and flight.overlap is not None:
+                step = self.flight(number - 1).step
+                write_back(flight.buffers, self._store, step, [shared.here for shared in flight.overlap])
+
+    def host_bytes(self, flight: Flight) -> tuple[int, int]:
+        """Retrieved for a batch, and written back after it, row state included."""
+        overlap, next_overlap = flight.overlap, self.flight(flight.number + 1).overlap
+        retrieved = written = 0
+        for i, buffer in enumerate(flight.buffers):
+            record_bytes = buffer.records.shape[1] * buffer.records.itemsize
+            retrieved += (len(buffer.keys) - (len(overlap[i].here) if overlap is not None else 0)) * record_bytes
+            if not buffer.table.frozen:
+                num_stay = len(next_overlap[i].before) if next_overlap is not None else 0
+                written += (len(buffer.keys) - num_stay) * record_bytes
+        return retrieved, written
+
+    def untrained(self) -> list[Batch]:
+        """Batches that were pulled and not trained, in order, but for those that were refused."""
+        flights = [self._flights[number] for number in sorted(self._flights)]
+        refused = [flight.error is not None or isinstance(flight.request, Exception) for flight in flights]
+        return [f.batch for f, r in zip(flights, refused, strict=True) if f.batch is not None and f.step < 0 and not r]
+
+
+def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:
+    assert following.overlap is not None
+    for buffer, rows, shared in zip(following.buffers, rows_before, following.overlap, strict=True):
+        buffer.seen = buffer.rows.clone()
+        buffer.seen.index_copy_(0, shared.here, rows.index_select(0, shared.before))
