@@ -34,6 +34,9 @@ def train(
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes to start on this machine.")] = 1,
     path: Annotated[Path | None, typer.Option("--json", help="File for the summary of the run.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="File for a trace of all ranks and lanes, for ui.perfetto.dev.")
+    ] = None,
     list_keys: Annotated[bool, typer.Option("--list-keys", help="Print every key of a recipe, and stop.")] = False,
 ) -> None:
     """Train a model. `torchrun ... -m nestpipe train ...` works too, instead of --ranks."""
@@ -43,12 +46,13 @@ def train(
         return
     try:
         config = load_config(recipe, settings or ())
-        _check_json(path)
+        _check_writable("--json", path)
+        _check_writable("--trace", trace)
     except ConfigError as error:
         raise _failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = _run_rank(config, console)
+    summary = _run_rank(config, console, trace)
     if summary is None:
         return
     show_summary(summary, console)
@@ -56,7 +60,7 @@ def train(
         path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _run_rank(config: Config, console: Console) -> Summary | None:
+def _run_rank(config: Config, console: Console, trace: Path | None) -> Summary | None:
     """The summary on rank 0, None on the others."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(ranks_here, os.cpu_count() or 1)
@@ -66,7 +70,7 @@ def _run_rank(config: Config, console: Console) -> Summary | None:
         with world.watch.reporting():
             bar = show_progress(config.train.steps, config.logging.every, console) if is_first else nullcontext()
             with bar as after_step:
-                summary = run(config, world, after_step)
+                summary = run(config, world, after_step, trace)
         world.close()
     except KeyboardInterrupt:
         raise _failed(RuntimeError("interrupted (Ctrl-C)"), 130, world) from None
@@ -87,10 +91,10 @@ def _failed(error: Exception, code: int, world: World | None = None) -> typer.Ex
     return typer.Exit(code)
 
 
-def _check_json(path: Path | None) -> None:
+def _check_writable(option: str, path: Path | None) -> None:
     """Before the run, not after it."""
     if path is not None and (not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{path} of --json cannot be written; give a file in a folder that exists")
+        raise ConfigError(f"{path} of {option} cannot be written; give a file in a folder that exists")
 
 
 def _keys() -> Table:

@@ -73,11 +73,12 @@ class Executor:
             with self._trace.span(op.stage, op.micro_batch):
                 self._actions[op.stage](op)
             return
-        if op.lane not in self._lanes:
-            self._lanes[op.lane] = Lane(op.lane)
-        # What is not pending was done on the compute lane, by this thread, before it came here.
-        before = [self._pending[name] for name in op.waits_for if name in self._pending]
-        self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before))
+        with self._trace.span("other"):
+            if op.lane not in self._lanes:
+                self._lanes[op.lane] = Lane(op.lane)
+            # What is not pending was done on the compute lane, by this thread, before it came here.
+            before = [self._pending[name] for name in op.waits_for if name in self._pending]
+            self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before))
 
     def _run(self, op: Op, before: list[Future[None]]) -> None:
         """In the lane's thread."""

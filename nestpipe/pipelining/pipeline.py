@@ -114,6 +114,10 @@ class Step:
         self._pipeline.executor.play_through("write_back")
         self._count_bytes()
 
+    def refuse_batch(self) -> None:
+        """It failed: to train it again would fail again."""
+        self._flight.is_refused = True
+
     def check_complete(self) -> None:
         """Refuses to apply a step of which some micro-batches were not trained."""
         if self._num_taken < len(self._route.request.num_samples):
@@ -231,6 +235,8 @@ class Pipeline:
         self.trace.enter("")
         if error is not None:
             self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
+            if self._step is not None:
+                self._step.refuse_batch()
         self._end()
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:
             text = (
@@ -244,7 +250,7 @@ class Pipeline:
     def __iter__(self) -> Iterator[Step]:
         while True:
             self.world.watch.where = f"step {self._number}"
-            self.trace.begin_step(self._number)
+            self.trace.begin_batch(self._number)
             flight = self._next_flight()
             if flight.error is not None:
                 raise self.world.watch.explained(flight.error, "route")
@@ -260,8 +266,10 @@ class Pipeline:
             yield self._step
             if not self._step.is_applied:
                 raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
-            self.trace.end_step(self._step.num_samples)
-            self._step = None
+            num_samples = self._step.num_samples
+            with self.trace.span("other"):
+                self._step = None  # frees what the window held
+            self.trace.end_step(num_samples)
             self._number += 1
 
     def flush(self) -> None:

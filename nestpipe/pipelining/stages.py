@@ -48,6 +48,8 @@ class Flight:
     """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
     problem: Exception | None = None
     """why it must not be applied; found out on one rank"""
+    is_refused: bool = False
+    """whether its training failed"""
     step: int = -1
     """number of the step that trained it; -1: not applied"""
     is_written: bool = False
@@ -194,10 +196,16 @@ class Stages:
         return retrieved, written
 
     def untrained(self) -> list[Batch]:
-        """Batches that were pulled and not trained, in order, but for those that were refused."""
-        flights = [self._flights[number] for number in sorted(self._flights)]
-        refused = [flight.error is not None or isinstance(flight.request, Exception) for flight in flights]
-        return [f.batch for f, r in zip(flights, refused, strict=True) if f.batch is not None and f.step < 0 and not r]
+        """Batches that were pulled and not trained, in order; not those that are at fault themselves."""
+        return [
+            flight.batch
+            for _, flight in sorted(self._flights.items())
+            if flight.batch is not None
+            and flight.step < 0
+            and flight.error is None
+            and not flight.is_refused
+            and not isinstance(flight.request, Exception)
+        ]
 
 
 def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:

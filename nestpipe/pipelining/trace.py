@@ -68,21 +68,26 @@ class Span:
 class Trace:
     """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
 
-    def __init__(self, steps: list[StepTimes] | None = None, spans: list[Span] | None = None) -> None:
+    def __init__(
+        self, steps: list[StepTimes] | None = None, spans: list[Span] | None = None, first_batch: int = 0
+    ) -> None:
         self.steps = steps if steps is not None else []
         """those that were applied"""
         self.spans = spans
         """of all lanes, if a list was given to put them in"""
         self.current = StepTimes(-1)
         """the step under way, or the time between two runs"""
+        self._first_batch = first_batch
+        self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
         self._busy_ns: dict[str, int] = {}
         self._busy_before: dict[str, int] = {}
 
-    def begin_step(self, number: int) -> None:
-        """Everything from here on belongs to this step."""
+    def begin_batch(self, number: int) -> None:
+        """Everything from here on belongs to the next batch, and to this step if it becomes one."""
         self._switch("", -1)
+        self._batch += 1
         self.current = StepTimes(number)
 
     def end_step(self, num_samples: int) -> None:
@@ -118,7 +123,8 @@ class Trace:
             end = time.perf_counter_ns()
             self._busy_ns[op.stage] = self._busy_ns.get(op.stage, 0) + end - begin
             if self.spans is not None:
-                self.spans.append(Span(op.lane, op.stage, op.batch, op.micro_batch, begin, end))
+                batch = self._first_batch + op.batch
+                self.spans.append(Span(op.lane, op.stage, batch, op.micro_batch, begin, end))
 
     def add_bytes(self, name: str, num_bytes: int) -> None:
         self.current.sizes[name] += num_bytes
@@ -127,8 +133,7 @@ class Trace:
         now = time.perf_counter_ns()
         self.current.stages[self._stage] += (now - self._since) / 1e6
         if self.spans is not None and self._stage:
-            span = Span(COMPUTE, self._stage, self.current.number, self._micro_batch, self._since, now)
-            self.spans.append(span)
+            self.spans.append(Span(COMPUTE, self._stage, self._batch, self._micro_batch, self._since, now))
         outer = self._stage, self._micro_batch
         self._stage, self._micro_batch, self._since = stage, micro_batch, now
         return outer

@@ -56,6 +56,8 @@ def build(config: Config, world: World) -> Run:
         clip_rows=config.dense_optimizer.clip_rows,
         schedule_lr=_warmup(config.dense_optimizer.warmup_steps),
         check_split=config.pipeline.check_split,
+        stale=config.pipeline.stale,
+        fault=config.pipeline.fault,
         seed=config.train.seed,
         num_threads=config.store.num_threads,
     )

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from nestpipe.embedding.window import WINDOWS
 from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.pipelining.stages import FAULTS
 from nestpipe.store.interface import MOST_ROWS
 
 DATA = ("clicks",)
@@ -101,6 +102,8 @@ class PipelineSection:
     schedule: str = key("serial", "when each thing happens; the bits are the same", choices=SCHEDULES)
     num_micro_batches: int = key(1, "parts of a batch", at_least=1)
     check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
+    stale: bool = key(False, "wrong, for experiments: show the model shared rows as before the last update")
+    fault: str = key("", "wrong, for tests: leave out a part of the schedule", choices=FAULTS)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.summary import summarise, table_memory
+from nestpipe.train.trace_file import write_trace
 from nestpipe.train.trainer import FitResult
 
 Summary = dict[str, Any]
@@ -44,7 +45,7 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
     return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
 
 
-def run(config: Config, world: World, after_step: AfterStep | None = None) -> Summary:
+def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
     """All ranks call it, and get the same summary. Thread counts of the config must be resolved."""
     assert config.runtime.dense_threads is not None
     torch.set_num_threads(config.runtime.dense_threads)
@@ -54,7 +55,10 @@ def run(config: Config, world: World, after_step: AfterStep | None = None) -> Su
     if config.checkpoint.load is not None:
         trainer.load(config.checkpoint.load)
         this_run.batches.load_state({"position": trainer.num_steps * config.train.batch_size * world.size})
-    result = _train(config, this_run, after_step)
+    result = FitResult(spans=[] if trace_path is not None else None)
+    _train(config, this_run, after_step, result)
+    if trace_path is not None and result.spans is not None:
+        write_trace(result.spans, world, trace_path)
     times = summarise(result.times, world)
     summary: Summary = {
         "schedule": config.pipeline.schedule,
@@ -73,10 +77,9 @@ def run(config: Config, world: World, after_step: AfterStep | None = None) -> Su
     return summary
 
 
-def _train(config: Config, this_run: Run, after_step: AfterStep | None) -> FitResult:
+def _train(config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult) -> None:
     """In one call of fit, or with a checkpoint after every so many steps."""
     trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
-    result = FitResult()
     while (left := config.train.steps - trainer.num_steps) > 0:
         num_before = trainer.num_steps
         steps = min(left, every - num_before % every) if folder and every else left
@@ -85,7 +88,6 @@ def _train(config: Config, this_run: Run, after_step: AfterStep | None) -> FitRe
             trainer.save(Path(folder))
         if trainer.num_steps < num_before + steps:
             break  # the data has ended
-    return result
 
 
 def _evaluate(config: Config, this_run: Run) -> dict[str, float]:

@@ -110,7 +110,7 @@ class Trainer:
             world=self.world,
             steps=steps,
             first_step=self.num_steps,
-            trace=Trace(result.times, result.spans),
+            trace=Trace(result.times, result.spans, first_batch=self.num_steps),
             **self._options,  # type: ignore[arg-type]
         )
         self._pipeline = pipeline

@@ -13,7 +13,8 @@ import torch
 
 from nestpipe import Batch, Jagged, NonFiniteError, Pooled, Table, Trainer, World
 from nestpipe.distributed import RankError
-from tests.exactness.cases import Case, global_batches, make_trainer, share_of
+from nestpipe.pipelining.schedule import SCHEDULES
+from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 from tests.ranks import run_ranks
 
 CASE = Case("adagrad", "pooled_sum", 2, steps=6)
@@ -52,13 +53,14 @@ def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
             yield replace(batch, keys={**batch.keys, "items": Jagged(items.values.int(), items.offsets)})
 
 
-def fail_and_go_on(world: World, kind: str) -> tuple[str, str, float, bool, int]:
+def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, float, bool, int]:
     """What was raised, its text, after how long; whether rows are as after the last good step; steps in the end."""
+    case = replace(CASE, schedule=schedule)
     batches = share_of(global_batches(CASE.steps), world)
     bad_rank = world.size - 1
     expected = make_trainer(world, CASE)
     expected.fit(batches[:BAD_STEP])
-    trainer = make_trainer(world, CASE)
+    trainer = make_trainer(world, case)
     spoils = kind == "dense_nan" and world.rank == bad_rank  # in a dense gradient: no row carries it to the other rank
     hook = trainer.model.second.register_hook(
         lambda g: g * float("nan") if spoils and trainer.num_steps == BAD_STEP else g
@@ -76,6 +78,7 @@ def fail_and_go_on(world: World, kind: str) -> tuple[str, str, float, bool, int]
     return type(raised).__name__, str(raised), seconds, unchanged, trainer.num_steps
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
@@ -91,8 +94,8 @@ def fail_and_go_on(world: World, kind: str) -> tuple[str, str, float, bool, int]
         ("nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
     ],
 )
-def test_every_rank_raises_and_goes_on(size: int, kind: str, error: type[Exception], text: str) -> None:
-    results = [fail_and_go_on(World(), kind)] if size == 1 else run_ranks(size, fail_and_go_on, kind)
+def test_every_rank_raises_and_goes_on(schedule: str, size: int, kind: str, error: type[Exception], text: str) -> None:
+    results = on_ranks(size, fail_and_go_on, kind, schedule)
     for rank, (name, message, seconds, unchanged, num_steps) in enumerate(results):
         is_bad = rank == size - 1
         assert name == (error if is_bad or error is NonFiniteError else RankError).__name__, message
@@ -167,13 +170,13 @@ def train_mean(world: World) -> tuple[str, str, float, int]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_model_that_returns_a_mean(size: int) -> None:
     for name, message, seconds, num_steps in [train_mean(World())] if size == 1 else run_ranks(size, train_mean):
-        assert name in ("ValueError", "RankError")
+        assert name in ("SplitError", "RankError")
         assert "when the batch is cut in two" in message
         assert seconds < 10
         assert num_steps == 0
 
 
-def run_out_of_rows(world: World) -> tuple[str, str, float, bool, int]:
+def run_out_of_rows(world: World, schedule: str) -> tuple[str, str, float, bool, int]:
     """Rank 1 of two, or the only one, may have no more than 20 item rows."""
     bad = world.rank == world.size - 1
 
@@ -182,7 +185,12 @@ def run_out_of_rows(world: World) -> tuple[str, str, float, bool, int]:
         item = replace(trainer.features["items"].table, max_rows=max_rows)
         features = {**trainer.features, "items": replace(trainer.features["items"], table=item)}
         return Trainer(
-            trainer.model, features, dense_optimizer=lambda p: torch.optim.Adam(p, 0.01), world=world, seed=3
+            trainer.model,
+            features,
+            dense_optimizer=lambda p: torch.optim.Adam(p, 0.01),
+            world=world,
+            schedule=schedule,
+            seed=3,
         )
 
     batches = share_of(global_batches(CASE.steps), world)
@@ -199,10 +207,11 @@ def run_out_of_rows(world: World) -> tuple[str, str, float, bool, int]:
     return type(raised).__name__, str(raised), seconds, trainer.digest() == expected.digest(), trainer.num_steps
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_max_rows_reached(size: int) -> None:
-    """Fails if Step does not ask room_error: the native store refuses too, but after the dense optimizer's step."""
-    results = [run_out_of_rows(World())] if size == 1 else run_ranks(size, run_out_of_rows)
+def test_max_rows_reached(schedule: str, size: int) -> None:
+    """Fails if retrieve does not ask room_error: the native store refuses too, but after the dense optimizer's step."""
+    results = on_ranks(size, run_out_of_rows, schedule)
     for rank, (name, message, seconds, unchanged, num_steps) in enumerate(results):
         assert name == ("ValueError" if rank == size - 1 else "RankError")
         assert "table 'item' would have" in message

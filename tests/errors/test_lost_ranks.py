@@ -6,11 +6,13 @@ Fails, for example, if Pipeline.__exit__ does not report an error, or if Watch.w
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
 from nestpipe import World
 from nestpipe.distributed import RankError
+from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_fragile_ranks
 
@@ -29,10 +31,10 @@ def misbehave(kind: str) -> None:
     time.sleep(60)
 
 
-def lose_a_rank(world: World, kind: str, bad_rank: int) -> tuple[str, str, float, str]:
+def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[str, str, float, str]:
     """What was raised, its text, how long after the last good step, and what a second fit then says."""
     world.watch.timeout_seconds = TIMEOUT_SECONDS
-    trainer = make_trainer(world, CASE)
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
     forward, started = trainer.model.forward, time.perf_counter()
 
     def spoiled(embeddings, inputs):
@@ -59,6 +61,7 @@ def lose_a_rank(world: World, kind: str, bad_rank: int) -> tuple[str, str, float
     return type(raised).__name__, str(raised), seconds, again
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("size", "bad_rank"), [(2, 1), (2, 0), (3, 1)])
 @pytest.mark.parametrize(
     ("kind", "own_error", "text", "most_seconds"),
@@ -70,10 +73,10 @@ def lose_a_rank(world: World, kind: str, bad_rank: int) -> tuple[str, str, float
     ],
 )
 def test_every_rank_says_so(
-    size: int, bad_rank: int, kind: str, own_error: str | None, text: str, most_seconds: float
+    schedule: str, size: int, bad_rank: int, kind: str, own_error: str | None, text: str, most_seconds: float
 ) -> None:
     num_results = size if own_error else size - 1
-    results = run_fragile_ranks(size, lose_a_rank, kind, bad_rank, num_results=num_results)
+    results = run_fragile_ranks(size, lose_a_rank, kind, bad_rank, schedule, num_results=num_results)
     assert len(results) == num_results
     for rank, (name, message, seconds, again) in results.items():
         assert seconds < most_seconds

@@ -1,36 +1,36 @@
-"""E1: runs repeat to the bit, and both windows give the same bits, at 1 to 4 ranks.
+"""E1: runs repeat to the bit; every schedule and both windows give the same bits, at 1 to 4 ranks, on hostile streams.
 
-Fails, for example, if Window.take returns, in one window mode only, a gradient that was summed in another order; or if
-route_keys ends the run when the first rank, instead of the last, is out of data.
+Fails, for example, if Window.take returns, in one window mode only, a gradient that was summed in another order; if
+route_keys ends the run when the first rank, instead of the last, is out of data; if sync_overlap leaves out the row
+state, or write_back the rows that stay; if the host lane retrieves b + 1 before it writes b - 1 back.
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nestpipe.data import Batch, Jagged
 from nestpipe.distributed import World
-from tests.exactness.cases import Case, make_trainer, train
+from nestpipe.pipelining.schedule import SCHEDULES
+from tests.exactness.cases import OPTIMIZERS, Case, make_trainer, on_ranks, train
 from tests.ranks import run_ranks
 from tests.streams import key_streams
 
 
-def digests(size: int, function, *arguments) -> set[str]:
-    if size == 1:
-        return {function(World(), *arguments)[0]}
-    return {result[0] for result in run_ranks(size, function, *arguments)}
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "case", [Case("adam", "shared", 4, steps=8), Case("adagrad", "pooled_mean", 5, steps=8)], ids=str
 )
-def test_runs_repeat_and_windows_agree(size: int, case: Case) -> None:
-    first = digests(size, train, case)
+def test_runs_repeat_and_windows_agree(size: int, schedule: str, case: Case) -> None:
+    first = {digest for digest, *_ in on_ranks(size, train, case)}
     assert len(first) == 1
-    assert digests(size, train, case) == first
-    assert digests(size, train, replace(case, window="resend")) == first
+    assert {digest for digest, *_ in on_ranks(size, train, replace(case, schedule=schedule))} == first
+    resent = replace(case, schedule=schedule, window="resend")
+    assert {digest for digest, *_ in on_ranks(size, train, resent)} == first
 
 
 def stream_batches(stream: str, world: World) -> list[Batch]:
@@ -40,12 +40,12 @@ def stream_batches(stream: str, world: World) -> list[Batch]:
         return []
     if stream == "ragged_end" and world.rank > 0:
         keys_of_batches = keys_of_batches[: -world.rank]
-    batches = []
-    for keys in keys_of_batches:
-        mine = keys[world.rank :: world.size].contiguous()
-        labels = (mine % 2).double()
-        batches.append(Batch({"items": Jagged.one_each(mine), "tags": Jagged.one_each(mine % 60)}, {"label": labels}))
-    return batches
+    return [keys_batch(keys[world.rank :: world.size].contiguous()) for keys in keys_of_batches]
+
+
+def keys_batch(keys: torch.Tensor) -> Batch:
+    labels = (keys % 2).double()
+    return Batch({"items": Jagged.one_each(keys), "tags": Jagged.one_each(keys % 60)}, {"label": labels})
 
 
 def train_stream(world: World, stream: str, case: Case) -> tuple[str, int, int]:
@@ -57,16 +57,75 @@ def train_stream(world: World, stream: str, case: Case) -> tuple[str, int, int]:
 STREAMS = [*key_streams(), "one_rank_empty"]
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-def test_streams(stream: str) -> None:
-    """Empty batches, empty ranks, ragged ends: no hang, nothing dropped, the same on every rank and in both windows."""
-    case = Case("rowwise_adagrad", "shared", 3)
-    results = run_ranks(3, train_stream, stream, case)
-    assert len(set(results)) == 1
-    assert run_ranks(3, train_stream, stream, replace(case, window="resend")) == results
-    num_batches = len(key_streams()["random" if stream == "one_rank_empty" else stream])
-    num_empty = sum(len(keys) == 0 for keys in key_streams().get(stream, []))
-    assert results[0][1:] == (num_batches - num_empty, num_empty)
+def train_streams(world: World, optimizer: str, window: str) -> dict[tuple[str, int], list[tuple[str, int, int]]]:
+    """By stream and number of micro-batches: what each schedule ends with, serial first."""
+    results = {}
+    for stream in STREAMS:
+        for num_micro_batches in (1, 4):
+            case = Case(optimizer, "shared", num_micro_batches, window)
+            runs = [train_stream(world, stream, replace(case, schedule=schedule)) for schedule in SCHEDULES]
+            results[stream, num_micro_batches] = runs
+    return results
+
+
+def some_slow(size: int, optimizer: str) -> object:
+    """All optimizers at 1 and 2 ranks, and one each at 3 and 4; `make test-slow` has the rest."""
+    is_slow = size > 2 and (size, optimizer) not in ((3, "adam"), (4, "own"))
+    return pytest.param(size, optimizer, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(
+    ("size", "optimizer"), [some_slow(size, optimizer) for size in (1, 2, 3, 4) for optimizer in OPTIMIZERS]
+)
+def test_streams(size: int, optimizer: str) -> None:
+    """Empty batches, empty ranks, ragged ends: no hang, nothing dropped, the same on every rank in every schedule."""
+    window = "once" if size % 2 else "resend"
+    first, *others = on_ranks(size, train_streams, optimizer, window)
+    assert all(other == first for other in others)
+    for (stream, _), runs in first.items():
+        assert runs == [runs[0]] * len(SCHEDULES), stream
+        num_batches = len(key_streams()["random" if stream == "one_rank_empty" else stream])
+        num_empty = sum(len(keys) == 0 for keys in key_streams().get(stream, []))
+        assert runs[0][1:] == (num_batches - num_empty, num_empty)
+
+
+BATCHES_OF_RANKS = st.lists(  # for each batch, for each of three ranks, some keys or no batch at all
+    st.lists(st.one_of(st.none(), st.lists(st.integers(0, 12), max_size=6)), min_size=3, max_size=3),
+    min_size=1,
+    max_size=6,
+)
+
+
+def train_drawn(world: World, drawn: list[list[list[list[int] | None]]]) -> list[set[str]]:
+    """For each drawn stream, the digests of all schedules."""
+    results = []
+    for stream in drawn:
+        mine = [of_ranks[world.rank] for of_ranks in stream]
+        while mine and mine[-1] is None:
+            mine.pop()  # a rank is out of data, once and for all
+        batches = [keys_batch(torch.tensor(keys or [], dtype=torch.int64)) for keys in mine]
+        digests = set()
+        for schedule in SCHEDULES:
+            trainer = make_trainer(world, Case("adam", "shared", 2, schedule=schedule))
+            trainer.fit(batches)
+            digests.add(trainer.digest())
+        results.append(digests)
+    return results
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(BATCHES_OF_RANKS)
+def test_any_stream_on_one_rank(stream: list[list[list[int] | None]]) -> None:
+    (digests,) = train_drawn(World(), [stream])
+    assert len(digests) == 1
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(BATCHES_OF_RANKS, min_size=5, max_size=5))
+def test_any_stream_on_three_ranks(streams: list[list[list[list[int] | None]]]) -> None:
+    results = run_ranks(3, train_drawn, streams)
+    for of_ranks in zip(*results, strict=True):
+        assert len(set.union(*of_ranks)) == 1
 
 
 def test_ranks_do_not_matter_for_rows() -> None:

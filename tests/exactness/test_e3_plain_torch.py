@@ -5,11 +5,13 @@ first micro-batch instead of its last, or if Trainer divides by the rank's own w
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nestpipe.distributed import World
+from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import LAYOUTS, OPTIMIZERS, STEPS, Case, PlainTorch, global_batches, train
 from tests.ranks import run_ranks
 
@@ -54,12 +56,22 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() / expected.abs().max() < 1e-10
 
 
+OTHERS = [schedule for schedule in SCHEDULES if schedule not in ("serial", "intra")]
+
+
 @pytest.mark.parametrize(("size", "case"), pairwise(ALL), ids=name_of)
 def test_equals_plain_torch(size: int, case: Case) -> None:
     check(size, case)
 
 
+@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize(("size", "case"), pairwise(ALL)[::2], ids=name_of)
+def test_other_schedules_equal_plain_torch(schedule: str, size: int, case: Case) -> None:
+    check(size, replace(case, schedule=schedule))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["serial", *OTHERS])
 @pytest.mark.parametrize(("size", "case"), ALL, ids=name_of)
-def test_equals_plain_torch_everywhere(size: int, case: Case) -> None:
-    check(size, case)
+def test_equals_plain_torch_everywhere(schedule: str, size: int, case: Case) -> None:
+    check(size, replace(case, schedule=schedule))

@@ -1,0 +1,45 @@
+"""I2: before the buffers swap, every overlap key has the same row and row state in both of them.
+
+Fails if sync_overlap copies rows without their state (records[:, :dim]), or find_overlap pairs slots wrongly.
+"""
+
+import pytest
+import torch
+
+from nestpipe import World
+from nestpipe.pipelining.schedule import OVERLAPPING
+from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
+
+STEPS = 6
+
+
+def overlaps(world: World, schedule: str) -> list[int]:
+    """After each update, how many keys the next batch shares with it; their records were compared key by key."""
+    case = Case("adam", "shared", 2, steps=STEPS, schedule=schedule)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    counts = []
+    with make_pipeline(world, case, share_of(global_batches(STEPS), world)) as pipeline:
+        for step in pipeline:
+            for micro_batch in step:
+                (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
+            (active,) = step.buffers
+            step.update_rows()
+            following = pipeline.stages.flight(step.number + 1)
+            if not following.is_step:
+                continue
+            (prefetched,) = following.buffers
+            record_of = dict(zip(active.keys.tolist(), active.records.tolist(), strict=True))
+            shared = [i for i, key in enumerate(prefetched.keys.tolist()) if key in record_of]
+            expected = torch.tensor([record_of[int(prefetched.keys[i])] for i in shared], dtype=torch.float64)
+            assert torch.equal(prefetched.records[shared], expected)
+            assert prefetched.records.shape[1] == 15  # row and both moments
+            counts.append(len(shared))
+    return counts
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+@pytest.mark.parametrize("size", [1, 3])
+def test_both_buffers_agree(schedule: str, size: int) -> None:
+    for counts in on_ranks(size, overlaps, schedule):
+        assert len(counts) == STEPS - 1
+        assert min(counts) > 0

@@ -1,0 +1,125 @@
+"""I3 and I4: every row that is read in step t has seen exactly the updates of the steps before t.
+
+A row optimizer adds 1 to each row it updates, so that a row is the number of its updates. Fails if the host lane
+retrieves b + 1 before it writes b - 1 back (the test swaps them), if the overlap is not synced (`fault`), if rows are
+shown stale (`stale`), or if write_back writes rows that the next batch has taken over.
+"""
+
+import pytest
+from torch import Tensor
+
+from nestpipe import Batch, Jagged, RowOptimizer, Sequence, Table, World, init
+from nestpipe.pipelining import pipeline as pipeline_module
+from nestpipe.pipelining.pipeline import Pipeline
+from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
+from tests.exactness.cases import on_ranks
+from tests.streams import key_streams
+
+STREAMS = {name: stream for name, stream in key_streams().items() if name not in ("huge_keys", "sparse_random")}
+WITH_OVERLAP = ("all_equal", "full_overlap", "random")
+
+
+class CountUpdates(RowOptimizer):
+    def state_width(self, dim: int) -> int:
+        return 1
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        rows.add_(1.0)
+        state.add_(1.0)
+
+
+def versions(world: World, stream: str, options: dict) -> list[list[float]]:
+    """For each step, the rows that this rank was shown, in the order of its keys."""
+    table = Table("item", 1, init=init.Constant(0.0), optimizer=CountUpdates(0.0))
+    batches = [
+        Batch({"item": Jagged.one_each(keys[world.rank :: world.size].contiguous())}, weight=float(len(keys)))
+        for keys in STREAMS[stream]
+    ]
+    seen = []
+    with Pipeline({"item": Sequence(table)}, batches, world=world, num_micro_batches=2, **options) as steps:
+        for step in steps:
+            rows: list[float] = []
+            for micro_batch in step:
+                values = micro_batch.embeddings["item"].values
+                rows += values.detach()[:, 0].tolist()
+                (values * 0.0).sum().backward()
+            seen.append(rows)
+            step.update_rows()
+    return seen
+
+
+def expected(stream: str, world_size: int, rank: int) -> list[list[float]]:
+    updates: dict[int, int] = {}
+    rows = []
+    for keys in STREAMS[stream]:
+        if len(keys) == 0:
+            continue
+        rows.append([float(updates.get(key, 0)) for key in keys[rank::world_size].tolist()])
+        for key in set(keys.tolist()):
+            updates[key] = updates.get(key, 0) + 1
+    return rows
+
+
+def are_right(stream: str, size: int, **options) -> bool:
+    results = on_ranks(size, versions, stream, options)
+    return all(rows == expected(stream, size, rank) for rank, rows in enumerate(results))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_rows_have_seen_all_updates_before(schedule: str, size: int, stream: str) -> None:
+    assert are_right(stream, size, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+@pytest.mark.parametrize("stream", WITH_OVERLAP)
+def test_the_test_sees_faults(schedule: str, stream: str) -> None:
+    assert not are_right(stream, 1, schedule=schedule, fault="skip_overlap_sync")
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+@pytest.mark.parametrize("stream", WITH_OVERLAP)
+def test_stale_rows_are_one_update_late_and_none_is_lost(schedule: str, stream: str) -> None:
+    """Each overlap row is shown as before the last update; in the end the store has all updates."""
+    got = versions(World(), stream, {"schedule": schedule, "stale": True})
+    right = expected(stream, 1, 0)
+    batches = [keys.tolist() for keys in STREAMS[stream] if len(keys)]
+    for number, (rows, fresh) in enumerate(zip(got, right, strict=True)):
+        before = set(batches[number - 1]) if number else set()
+        assert rows == [f - 1 if key in before else f for key, f in zip(batches[number], fresh, strict=True)]
+    assert got != right
+    assert stale_store(stream, schedule) == stale_store(stream, "serial")
+
+
+def stale_store(stream: str, schedule: str) -> dict[int, list[float]]:
+    table = Table("item", 1, init=init.Constant(0.0), optimizer=CountUpdates(0.0))
+    batches = [Batch({"item": Jagged.one_each(keys)}, weight=float(len(keys))) for keys in STREAMS[stream]]
+    stale = schedule in OVERLAPPING
+    with Pipeline({"item": Sequence(table)}, batches, schedule=schedule, stale=stale) as steps:
+        for step in steps:
+            for micro_batch in step:
+                (micro_batch.embeddings["item"].values * 0.0).sum().backward()
+            step.update_rows()
+    piece = steps.store.export_piece("item", 0, 65536)
+    return dict(zip(piece.keys.tolist(), piece.records.tolist(), strict=True))
+
+
+def swapped(*arguments):
+    """write_back(b - 1) and retrieve(b + 1) in the wrong order."""
+    held = None
+    for op in operations(*arguments):
+        if op.stage == "write_back":
+            held = op
+            continue
+        yield op
+        if held is not None and op.stage == "retrieve":
+            yield held
+            held = None
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+def test_swapping_write_back_and_retrieve_fails(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I12 with it: the buffer of b - 1 is refilled for b + 1 before its leaving rows have been copied out."""
+    monkeypatch.setattr(pipeline_module, "operations", swapped)
+    assert not are_right("period_2", 1, schedule=schedule)

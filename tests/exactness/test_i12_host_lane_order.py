@@ -1,0 +1,24 @@
+"""I12: one host lane writes b - 1 back and then retrieves b + 1; so a buffer is refilled after it was copied out.
+
+Fails if _inter puts retrieve(b + 2) before write_back(b), or if the two are on different lanes. What then happens to
+the rows is shown by test_i03_versions.py.
+"""
+
+from itertools import islice
+
+import pytest
+
+from nestpipe.pipelining.schedule import OVERLAPPING, Op, operations
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_order_on_the_host_lane(schedule: str, num_micro_batches: int) -> None:
+    ops: list[Op] = list(islice(operations(schedule, num_micro_batches), 400))
+    host = [op for op in ops if op.stage in ("retrieve", "write_back")]
+    assert {op.lane for op in host} == {"host"}
+    names = [(op.stage, op.batch) for op in host]
+    expected = [("retrieve", 0), ("retrieve", 1)]
+    for batch in range(len(names) // 2 - 1):
+        expected += [("write_back", batch), ("retrieve", batch + 2)]
+    assert names == expected[: len(names)]

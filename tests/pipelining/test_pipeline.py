@@ -1,0 +1,193 @@
+"""Going on, stopping, evaluating and failing in the middle: in every schedule as in serial.
+
+Fails, for example, if Pipeline._end does not flush, if Stages.untrained forgets a batch, if `evaluate` does not flush
+before it reads, or if prefetch pulls a batch more than there are steps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nestpipe
+from nestpipe import Batch, NonFiniteError, World
+from nestpipe.distributed import RankError
+from nestpipe.pipelining.schedule import SCHEDULES
+from tests.exactness.cases import (
+    Case,
+    SmallModel,
+    features_of,
+    global_batches,
+    make_pipeline,
+    make_trainer,
+    on_ranks,
+    share_of,
+)
+
+CASE = Case("adam", "shared", 2)
+
+
+def fit_in_parts(world: World, schedule: str, parts: tuple[int, ...]) -> tuple[str, int]:
+    """From one iterator, in so many calls of fit; how many batches were pulled in the end."""
+    num_pulled = 0
+
+    def reader() -> Iterator[Batch]:
+        nonlocal num_pulled
+        for batch in share_of(global_batches(sum(parts) + 5), world):
+            num_pulled += 1
+            yield batch
+
+    batches, trainer = reader(), make_trainer(world, replace(CASE, schedule=schedule))
+    for steps in parts:
+        trainer.fit(batches, steps=steps)
+    return trainer.digest(), num_pulled
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_fit_in_parts_is_fit_at_once(schedule: str, size: int) -> None:
+    whole = on_ranks(size, fit_in_parts, "serial", (100,))
+    assert whole[0][1] == 100
+    assert on_ranks(size, fit_in_parts, schedule, (50, 50)) == whole
+    assert on_ranks(size, fit_in_parts, schedule, (1, 0, 2, 97)) == whole
+
+
+def fail_and_go_on(world: World, schedule: str, kind: str) -> tuple[list[str], str, int]:
+    """Batch 3 is bad on the last rank, or on all. The same iterator is then given to fit again: batches that were
+    pulled ahead are trained, the bad one is left out."""
+
+    def reader() -> Iterator[Batch]:
+        for number, batch in enumerate(share_of(global_batches(9), world)):
+            if number == 3 and world.rank == world.size - 1:
+                if kind == "weight":
+                    batch = replace(batch, weight=float("nan"))
+                else:
+                    batch = replace(batch, inputs={"label": batch.inputs["label"] * float("nan")})
+            yield batch
+
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
+    batches, errors = reader(), []
+    for _ in range(2):
+        try:
+            trainer.fit(batches)
+        except (ValueError, NonFiniteError, RankError) as error:
+            errors.append(type(error).__name__)
+    return errors, trainer.digest(), trainer.num_steps
+
+
+@pytest.mark.parametrize("kind", ["weight", "nan"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_batches_pulled_ahead_are_not_lost(kind: str, size: int) -> None:
+    expected = on_ranks(size, fail_and_go_on, "serial", kind)
+    assert expected[-1][0] == ["ValueError" if kind == "weight" else "NonFiniteError"]
+    assert expected[0][2] == 8
+    for schedule in SCHEDULES:
+        assert on_ranks(size, fail_and_go_on, schedule, kind) == expected
+
+
+def evaluate_in_the_middle(world: World, schedule: str, every: int) -> tuple[list[float], str, list[str]]:
+    """Losses of evaluations after some steps, the final digest, and digests in the middle."""
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
+    batches = share_of(global_batches(12), world)
+    losses: list[float] = []
+    digests: list[str] = []
+
+    def after_step(result) -> None:
+        if every and trainer.num_steps % every == 0:
+            losses.append(nestpipe.evaluate(trainer, share_of(global_batches(3), world)).loss)
+            digests.append(trainer.digest())
+
+    trainer.fit(batches, after_step=after_step)
+    return losses, trainer.digest(), digests
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluation_in_the_middle(size: int) -> None:
+    expected = on_ranks(size, evaluate_in_the_middle, "serial", 2)
+    (_, undisturbed, _), *_ = on_ranks(size, evaluate_in_the_middle, "serial", 0)
+    assert expected[0][1] == undisturbed
+    assert len(set(expected[0][2])) == 6
+    for schedule in SCHEDULES:
+        assert on_ranks(size, evaluate_in_the_middle, schedule, 2) == expected
+
+
+def save_in_the_middle(world: World, schedule: str, path) -> tuple[str, str]:
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
+    batches = share_of(global_batches(8), world)
+
+    def after_step(result) -> None:
+        if trainer.num_steps == 5:
+            trainer.save(path)
+
+    trainer.fit(batches, after_step=after_step)
+    second = make_trainer(world, replace(CASE, schedule=schedule))
+    second.load(path)
+    second.fit(batches[5:])
+    return trainer.digest(), second.digest()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_save_in_the_middle(schedule: str, tmp_path) -> None:
+    for whole, continued in on_ranks(2, save_in_the_middle, schedule, tmp_path / "save"):
+        assert whole == continued
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_leaving_between_reduction_and_update_is_an_error(schedule: str) -> None:
+    case = replace(CASE, schedule=schedule)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    reducer = nestpipe.DenseReducer(model, World())
+
+    def leave() -> None:
+        with make_pipeline(World(), case, global_batches(4)) as pipeline:
+            for step in pipeline:
+                for micro_batch in step:
+                    (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
+                reducer.finish(step)
+                break
+
+    with pytest.raises(RuntimeError, match=r"step 0 was left between the dense reduction and update_rows\(\)"):
+        leave()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_must_be_complete(schedule: str) -> None:
+    def leave_early() -> None:
+        with make_pipeline(World(), replace(CASE, schedule=schedule), global_batches(4)) as pipeline:
+            for step in pipeline:
+                for _ in step:
+                    break
+                step.update_rows()
+
+    def forget() -> None:
+        with make_pipeline(World(), replace(CASE, schedule=schedule), global_batches(4)) as pipeline:
+            for step in pipeline:
+                list(step)
+
+    with pytest.raises(RuntimeError, match="step 0: only 0 of 2 micro-batches were gone through"):
+        leave_early()
+    with pytest.raises(RuntimeError, match=r"step 0 was left without update_rows\(\)"):
+        forget()
+
+
+def test_stale_and_faults_need_an_overlap() -> None:
+    with pytest.raises(ValueError, match="stale rows and faults need one of the schedules inter"):
+        nestpipe.pipeline(features_of(CASE), [], stale=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_host_traffic(schedule: str) -> None:
+    """Overlap keys are neither retrieved nor written back; all others once each."""
+    trainer = make_trainer(World(), replace(CASE, schedule=schedule))
+    batches = global_batches(6)
+    times = trainer.fit(batches).times
+    keys = [batch.keys["items"].values.tolist() + batch.keys["tags"].values.tolist() for batch in batches]
+    owned = [{key for key in of_batch if key != -7} for of_batch in keys]
+    record_bytes = 15 * 8
+    for number, step in enumerate(times):
+        before = owned[number - 1] & owned[number] if number > 0 and schedule != "serial" else set()
+        after = owned[number] & owned[number + 1] if number < 5 and schedule != "serial" else set()
+        assert step.sizes["retrieved_bytes_per_step"] == len(owned[number] - before) * record_bytes
+        assert step.sizes["written_back_bytes_per_step"] == len(owned[number] - after) * record_bytes
+    assert torch.is_grad_enabled()

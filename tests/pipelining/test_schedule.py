@@ -1,0 +1,111 @@
+"""A schedule is data: drawn here by hand, and compared with what `operations` gives.
+
+Fails if operations issues anything earlier or later, on another lane, or with other waits.
+"""
+
+from itertools import islice
+
+import pytest
+
+from nestpipe.pipelining.schedule import COMPUTE, SCHEDULES, Op, operations
+
+SERIAL = """
+compute  prefetch 0
+compute  upload 0
+compute  route 0
+compute  retrieve 0
+compute  begin 0
+compute  bring 0.0
+compute  dense 0.0
+compute  take 0.0
+compute  bring 0.1
+compute  dense 0.1
+compute  take 0.1
+compute  reduce 0
+compute  update 0
+compute  write_back 0
+compute  prefetch 1
+"""
+
+INTER = """
+input    prefetch 0
+upload   upload 0         after prefetch 0
+route    route 0          after upload 0
+host     retrieve 0       after route 0
+input    prefetch 1
+upload   upload 1         after prefetch 1
+route    route 1          after upload 1
+host     retrieve 1       after route 1
+input    prefetch 2
+upload   upload 2         after prefetch 2
+route    route 2          after upload 2
+compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
+compute  bring 0.0
+compute  dense 0.0
+compute  take 0.0
+compute  bring 0.1
+compute  dense 0.1
+compute  take 0.1
+compute  reduce 0
+compute  update 0
+compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
+host     write_back 0     after overlap_sync 0
+host     retrieve 2       after route 2
+input    prefetch 3
+upload   upload 3         after prefetch 3
+route    route 3          after upload 3
+compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
+"""
+
+
+def drawn(op: Op) -> str:
+    def name(stage: str, batch: int, micro_batch: int) -> str:
+        return f"{stage} {batch}" if micro_batch < 0 else f"{stage} {batch}.{micro_batch}"
+
+    what = name(*op.name)
+    after = f"after {', '.join(name(*waited) for waited in op.waits_for)}" if op.waits_for else ""
+    return f"{op.lane:<9}{what:<17}{after}".rstrip()
+
+
+@pytest.mark.parametrize(("schedule", "table"), [("serial", SERIAL), ("inter", INTER)])
+def test_drawn_by_hand(schedule: str, table: str) -> None:
+    lines = table.strip().splitlines()
+    assert [drawn(op) for op in islice(operations(schedule, 2), len(lines))] == lines
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
+    """What an operation waits for stands before it; every operation of a batch is there once."""
+    seen = set()
+    for op in islice(operations(schedule, num_micro_batches), 300):
+        assert set(op.waits_for) <= seen
+        assert op.name not in seen
+        seen.add(op.name)
+    stages = {stage for stage, batch, _ in seen if batch == 3}
+    assert stages >= {
+        "prefetch",
+        "upload",
+        "route",
+        "retrieve",
+        "bring",
+        "dense",
+        "take",
+        "reduce",
+        "update",
+        "write_back",
+    }
+
+
+def test_a_run_of_so_many_steps_waits_before_it_pulls_more() -> None:
+    pulls = [op for op in islice(operations("inter", 1, steps=3), 100) if op.stage == "prefetch"]
+    assert [op.waits_for for op in pulls[:5]] == [(), (), (), (("route", 2, -1),), (("route", 3, -1),)]
+
+
+def test_unknown() -> None:
+    with pytest.raises(ValueError, match="schedule is 'intern', must be one of"):
+        next(operations("intern", 1))
+
+
+def test_serial_has_one_lane() -> None:
+    assert {op.lane for op in islice(operations("serial", 2), 100)} == {COMPUTE}
