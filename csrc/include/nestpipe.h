@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 2
+#define NESTPIPE_ABI_VERSION 3
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -147,6 +147,12 @@ NESTPIPE_API nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t tabl
                                              int64_t num_keys, int64_t num_columns, void* out, int64_t out_bytes,
                                              uint8_t* found, int64_t* steps, int32_t num_threads);
 
+/* The same into an array of num_out records, of which some are written: those of `keys` at `places`.
+ *   places  [num_keys] distinct, 0 .. num_out - 1 */
+NESTPIPE_API nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys,
+                                                  int64_t num_keys, const int64_t* places, int64_t num_columns,
+                                                  void* out, int64_t num_out, uint8_t* found, int32_t num_threads);
+
 /* Writes whole records, inserting keys that are missing and overwriting the others; of a repeated key the last
  * occurrence stays.
  *   records  [num_keys, dim + state_width], records_bytes bytes
@@ -154,6 +160,12 @@ NESTPIPE_API nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t tabl
 NESTPIPE_API nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int64_t* keys,
                                               int64_t num_keys, const void* records, int64_t records_bytes,
                                               int64_t step, int32_t num_threads);
+
+/* The same from an array of num_records records, of which those at `places` are read.
+ *   places  [num_keys], 0 .. num_records - 1 */
+NESTPIPE_API nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys,
+                                                   int64_t num_keys, const int64_t* places, const void* records,
+                                                   int64_t num_records, int64_t step, int32_t num_threads);
 
 /* found: [num_keys], as in nestpipe_gather. */
 NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
@@ -206,6 +218,15 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_owner(const char* table_name, con
 /* hashes: [num_keys] mix64(key, table name); the bucket is its top 16 bits. */
 NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64_t num_keys,
                                            uint64_t* hashes);
+
+/* ---- records from one array to another ----------------------------------------------------------------------- */
+
+/* Record to_places[i] of `to` becomes record from_places[i] of `from`; the arrays do not overlap.
+ *   from, to     [num_from] and [num_to] records of record_bytes bytes
+ *   to_places    distinct */
+NESTPIPE_API nestpipe_status nestpipe_copy_records(const void* from, int64_t num_from, const int64_t* from_places,
+                                                   void* to, int64_t num_to, const int64_t* to_places, int64_t count,
+                                                   int64_t record_bytes, int32_t num_threads);
 
 /* ---- rows at the occurrences of keys ------------------------------------------------------------------------- */
 

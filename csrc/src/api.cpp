@@ -101,6 +101,13 @@ uint64_t salt_of(const char* table_name) {
     return nestpipe::name_salt(table_name);
 }
 
+void need_columns(const Table& table, int64_t num_columns) {
+    if (num_columns != table.dim() && num_columns != table.num_columns())
+        refuse("gather from table '" + table.name() + "': num_columns is " + std::to_string(num_columns) +
+               ", must be " + std::to_string(table.dim()) + " (rows) or " + std::to_string(table.num_columns()) +
+               " (rows and row state)");
+}
+
 }  // namespace
 
 int32_t nestpipe_abi_version(void) { return NESTPIPE_ABI_VERSION; }
@@ -162,12 +169,24 @@ nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int6
         need_array(keys, num_keys, "keys");
         need_array(out, num_keys, "out");
         need_threads(num_threads);
-        if (num_columns != source.dim() && num_columns != source.num_columns())
-            refuse("gather from table '" + source.name() + "': num_columns is " + std::to_string(num_columns) +
-                   ", must be " + std::to_string(source.dim()) + " (rows) or " + std::to_string(source.num_columns()) +
-                   " (rows and row state)");
+        need_columns(source, num_columns);
         need_bytes(source, num_keys, num_columns, out_bytes, "out");
-        source.gather(keys, num_keys, num_columns, static_cast<char*>(out), found, steps, num_threads);
+        source.gather(keys, num_keys, num_columns, static_cast<char*>(out), nullptr, found, steps, num_threads);
+    });
+}
+
+nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
+                                     const int64_t* places, int64_t num_columns, void* out, int64_t num_out,
+                                     uint8_t* found, int32_t num_threads) {
+    return guarded([&] {
+        const Table& source = the_table(store, table);
+        need_count(num_keys, "num_keys");
+        need_array(keys, num_keys, "keys");
+        need_places(places, num_keys, num_out, "places");
+        need_array(out, num_keys, "out");
+        need_threads(num_threads);
+        need_columns(source, num_columns);
+        source.gather(keys, num_keys, num_columns, static_cast<char*>(out), places, found, nullptr, num_threads);
     });
 }
 
@@ -180,7 +199,21 @@ nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int
         need_array(records, num_keys, "records");
         need_threads(num_threads);
         need_bytes(target, num_keys, target.num_columns(), records_bytes, "records");
-        target.scatter(keys, num_keys, static_cast<const char*>(records), step, num_threads);
+        target.scatter(keys, num_keys, static_cast<const char*>(records), nullptr, step, num_threads);
+    });
+}
+
+nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
+                                      const int64_t* places, const void* records, int64_t num_records, int64_t step,
+                                      int32_t num_threads) {
+    return guarded([&] {
+        Table& target = the_table(store, table);
+        need_count(num_keys, "num_keys");
+        need_array(keys, num_keys, "keys");
+        need_places(places, num_keys, num_records, "places");
+        need_array(records, num_keys, "records");
+        need_threads(num_threads);
+        target.scatter(keys, num_keys, static_cast<const char*>(records), places, step, num_threads);
     });
 }
 

@@ -47,6 +47,16 @@ inline void need_count(int64_t count, const char* what) {
         refuse(std::string(what) + " is " + std::to_string(count) + ", must be 0 .. 2^40 - 1");
 }
 
+// Places in an array of `size` elements.
+inline void need_places(const int64_t* places, int64_t count, int64_t size, const char* what) {
+    need_count(size, "size of the array");
+    need_array(places, count, what);
+    for (int64_t i = 0; i < count; ++i)
+        if (places[i] < 0 || places[i] >= size)
+            refuse(std::string(what) + "[" + std::to_string(i) + "] is " + std::to_string(places[i]) +
+                   ", outside of an array of " + std::to_string(size));
+}
+
 inline void need_threads(int32_t num_threads) {
     if (num_threads < 1 || num_threads > NESTPIPE_MAX_THREADS)
         refuse("num_threads is " + std::to_string(num_threads) + ", must be 1 .. 1024");

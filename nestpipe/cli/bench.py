@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from nestpipe.bench import plain as plain_bench
+from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.report import Record, print_records, run_bench
 from nestpipe.bench.targets import find_misses, load_targets
@@ -53,3 +54,9 @@ def store(path: Json, quick: Quick = False, check: Check = False) -> None:
 def plain(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The serial step on one rank against a plain PyTorch loop with sparse embeddings."""
     _run("plain", lambda: plain_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """What each schedule hides against serial, on one rank; host traffic by overlap; the cost of tracing."""
+    _run("schedules", lambda: schedules_bench.records(quick), path, quick, check)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestpipe.embedding.route import OwnedTable, Route
 from nestpipe.embedding.table import Table
-from nestpipe.store import HostStore, unique
+from nestpipe.store import HostStore, copy_records, unique
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,15 @@ def _retrieve(owned: OwnedTable, store: HostStore, memory: BufferMemory, overlap
     if overlap is None or len(overlap.here) == 0:
         return Buffer(owned.table, owned.keys, *store.gather(name, owned.keys, out=records)[:2])
     rest = _all_but(overlap.here, len(owned.keys))
-    retrieved, found_rest, _ = store.gather(name, owned.keys[rest])
-    records.index_copy_(0, rest, retrieved)
     found = torch.ones(len(owned.keys), dtype=torch.bool)
-    found[rest] = found_rest
+    found[rest] = store.gather_into(name, owned.keys[rest], records, rest)
     return Buffer(owned.table, owned.keys, records, found)
 
 
 def sync_overlap(before: Sequence[Buffer], here: Sequence[Buffer], overlap: Sequence[Overlap]) -> None:
     """Record for record, row and row state, from the active buffer to the prefetch buffer."""
     for source, target, shared in zip(before, here, overlap, strict=True):
-        target.records.index_copy_(0, shared.here, source.records.index_select(0, shared.before))
+        copy_records(source.records, shared.before, target.records, shared.here)
 
 
 def room_error(buffers: Sequence[Buffer], before: Sequence[Buffer], store: HostStore) -> ValueError | None:
@@ -142,7 +140,7 @@ def write_back(
         if chosen is None:
             store.scatter(buffer.table.name, buffer.keys, buffer.records, step)
         else:
-            store.scatter(buffer.table.name, buffer.keys[chosen], buffer.records.index_select(0, chosen), step)
+            store.scatter_from(buffer.table.name, buffer.keys[chosen], buffer.records, chosen, step)
 
 
 def leaving(buffers: Sequence[Buffer], overlap_with_next: Sequence[Overlap]) -> list[Tensor]:

@@ -57,6 +57,16 @@ class DictStore:
         check.check_step(step)
         self._write(table, keys, records, torch.full((num_keys,), step))
 
+    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
+        check.check_places(self.spec(table), out, "out", places, check.check_keys(keys))
+        records, found, _ = self.gather(table, keys)
+        out[places] = records
+        return found
+
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
+        check.check_places(self.spec(table), records, "records", places, check.check_keys(keys))
+        self.scatter(table, keys, records[places], step)
+
     def find(self, table: str, keys: Tensor) -> Tensor:
         check.check_keys(keys)
         rows = self._table(table).rows

@@ -83,6 +83,42 @@ class HostStore:
         )
         return Gathered(out, found, steps)
 
+    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
+        spec = self.spec(table)
+        num_keys = check.check_keys(keys)
+        check.check_places(spec, out, "out", places, num_keys)
+        found = torch.empty(num_keys, dtype=torch.bool)
+        call(
+            "gather_into",
+            *self._handle(table),
+            pointer(keys),
+            num_keys,
+            pointer(places),
+            spec.num_columns,
+            pointer(out),
+            len(out),
+            pointer(found),
+            self.num_threads,
+        )
+        return found
+
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
+        spec = self.spec(table)
+        num_keys = check.check_keys(keys)
+        check.check_places(spec, records, "records", places, num_keys)
+        check.check_step(step)
+        call(
+            "scatter_from",
+            *self._handle(table),
+            pointer(keys),
+            num_keys,
+            pointer(places),
+            pointer(records),
+            len(records),
+            step,
+            self.num_threads,
+        )
+
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         spec = self.spec(table)
         num_keys = check.check_keys(keys)

@@ -131,8 +131,14 @@ class Store(Protocol):
     ) -> Gathered:
         """Copies records. Never inserts: a missing key gets its initial row and state, and `found` False."""
 
+    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
+        """Gathers whole records to rows `places` of `out`, which are distinct; returns `found`."""
+
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         """Writes records, inserting missing keys. Of a key that occurs twice the last record stays."""
+
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
+        """Writes rows `places` of `records`, one for each key."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 
@@ -227,3 +233,13 @@ def check_out(spec: TableSpec, out: Tensor | None, num_keys: int, rows_only: boo
     if out.requires_grad:
         raise ValueError("out must not require a gradient: it is overwritten; pass out.detach()")
     return out
+
+
+def check_places(spec: TableSpec, records: Tensor, what: str, places: Tensor, num_keys: int) -> None:
+    """Rows `places` of an array of whole records."""
+    check_array(what, records, spec.dtype, [len(records), spec.num_columns])
+    if records.requires_grad:
+        raise ValueError(f"{what} must not require a gradient; pass {what}.detach()")
+    check_array("places", places, torch.int64, [num_keys])
+    if num_keys > 0 and not 0 <= int(places.min()) <= int(places.max()) < len(records):
+        raise ValueError(f"places must be 0 .. {len(records) - 1}, the rows of {what}")

@@ -58,10 +58,11 @@ def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
 def _mean_of_rank(steps: Sequence[StepTimes], name: str) -> float:
     if name == "peak_rss_bytes":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return sum(_value(step, name) for step in steps) / max(len(steps), 1)
+    return sum(step_value(step, name) for step in steps) / max(len(steps), 1)
 
 
-def _value(step: StepTimes, name: str) -> float:
+def step_value(step: StepTimes, name: str) -> float:
+    """A field of the summary, of one step on this rank."""
     if name == "step_ms":
         return step.step_ms
     if name in BYTE_FIELDS:
