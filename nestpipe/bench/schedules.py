@@ -37,8 +37,8 @@ class Size:
     num_rows: int = 2_000_000
     num_samples: int = 2048
     keys_a_sample: int = 96
-    hidden: int = 512
-    overlap: float = 0.3
+    hidden: int = 256
+    overlap: float = 0.25
     num_rounds: int = 25
     left_out: int = 3
     """steps at the beginning of each turn"""

@@ -48,3 +48,6 @@ class Recycler:
     def _give_back(self, block: mmap.mmap) -> None:
         with self._lock:
             self._free.append(block)
+
+
+recycled = Recycler()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.embedding.memory import Recycler
+from nestpipe.embedding.memory import recycled
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native import NativeOccurrences, call, pointer
 
@@ -55,16 +55,13 @@ def pool(features: Sequence[Occurrences], leaves: Sequence[Tensor]) -> Tensor:
     return pooled
 
 
-_outputs = Recycler()
-
-
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Sequence[Occurrences], *leaves: Tensor) -> Tensor:
         ctx.features = features  # keeps alive what the native ones point to
         ctx.native = [occurrences.native(leaf) for occurrences, leaf in zip(features, leaves, strict=True)]
         width = sum(leaf.shape[1] for leaf in leaves)
-        out = _outputs.empty((features[0].num_samples, width), leaves[0].dtype)
+        out = recycled.empty((features[0].num_samples, width), leaves[0].dtype)
         for native, leaf, columns in zip(ctx.native, leaves, _columns(out, ctx.native), strict=True):
             call("pool", byref(native), pointer(leaf), pointer(columns), width, torch.get_num_threads())
         return out
@@ -81,7 +78,7 @@ class _Pool(torch.autograd.Function):
             if not is_trained:
                 row_gradients.append(None)
                 continue
-            of_rows = gradient.new_empty(native.num_rows, native.dim)
+            of_rows = recycled.empty((native.num_rows, native.dim), gradient.dtype)
             arguments = byref(native), pointer(columns), gradient.stride(0), pointer(of_rows)
             call("pool_backward", *arguments, torch.get_num_threads())
             row_gradients.append(of_rows)

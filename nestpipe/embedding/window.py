@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
+from nestpipe.embedding.memory import recycled
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import OwnedTable, Route
 
@@ -79,8 +80,10 @@ class RequesterTable:
 
     def leaf(self, micro_batch: int) -> Tensor:
         """A fresh gather of the micro-batch's distinct rows, in which its gradient will arrive."""
-        rows = self.rows.index_select(0, self.request.leaves[micro_batch])
-        return rows.requires_grad_(not self.request.table.frozen)
+        positions = self.request.leaves[micro_batch]
+        leaf = recycled.empty((len(positions), self.request.table.dim), self.request.table.dtype)
+        torch.index_select(self.rows, 0, positions, out=leaf)
+        return leaf.requires_grad_(not self.request.table.frozen)
 
     def returned(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
         """Adds a leaf's gradient; what is to be taken now, by position."""

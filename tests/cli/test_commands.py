@@ -37,6 +37,17 @@ def test_bench_store_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_schedules_quick(tmp_path: Path) -> None:
+    path = tmp_path / "schedules.json"
+    done = run("bench", "schedules", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    traffic = {r["overlap"]: r["host_traffic_vs_serial"] for r in records if "host_traffic_vs_serial" in r}
+    assert traffic == {0.0: 1.0, 0.6: pytest.approx(0.4, abs=0.01), 1.0: 0.0}  # bytes: exact even in a quick run
+    misses = find_misses(load_targets("schedules"), records)
+    assert not [miss for miss in misses if "no record answers it" in miss]
+
+
 def test_bench_plain_quick(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     done = run("bench", "plain", "--quick", "--json", str(path))

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
 
+from nestpipe.pipelining.schedule import SCHEDULES, operations
 from nestpipe.pipelining.trace import BYTE_FIELDS
 from nestpipe.train.config_text import describe
 from nestpipe.train.summary import TIME_FIELDS
@@ -55,6 +57,28 @@ def test_summary(ranks: int, tmp_path: Path) -> None:
     assert len(summary["tables"]) == 26
     again = summary_of(tmp_path / "b.json", "--ranks", str(ranks), settings=("train.steps=12",))
     assert again["digest"] == summary["digest"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
+    """Fails if write_trace writes rank 0's spans only, or Trace._switch forgets a stage."""
+    path = tmp_path / "trace.json"
+    train("--ranks", "2", "--trace", str(path), settings=("train.steps=8", f"pipeline.schedule={schedule}"))
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    operations_of_two = {op.name[0] for op in islice(operations(schedule, 1), 40)} - {"begin"}
+    for rank in (0, 1):
+        mine = [span for span in spans if span["pid"] == rank]
+        assert {span["name"] for span in mine} >= operations_of_two
+        assert {span["args"]["batch"] for span in mine if span["name"] == "dense"} == set(range(8))
+        lanes = {event["args"]["name"] for event in events if event["pid"] == rank and event["name"] == "thread_name"}
+        assert lanes == {op.lane for op in islice(operations(schedule, 1), 40)}
+        by_lane: dict[str, list[tuple[float, float]]] = {}
+        for span in mine:
+            by_lane.setdefault(span["cat"], []).append((span["ts"], span["ts"] + span["dur"]))
+        for of_lane in by_lane.values():  # a lane does one thing at a time
+            of_lane.sort()
+            assert all(end <= begin + 1.0 for (_, end), (begin, _) in pairwise(of_lane))
 
 
 def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
