@@ -178,7 +178,7 @@ class Pipeline:
         num_threads: int = 1,
         trace: Trace | None = None,
         stale: bool = False,
-        fault: str = "",
+        fault: str = "none",
     ) -> None:
         """`stale` and `fault` are for experiments and tests: they make the result wrong."""
         _check_choice("schedule", schedule, SCHEDULES)
@@ -186,7 +186,7 @@ class Pipeline:
         _check_choice("fault", fault, FAULTS)
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches is {num_micro_batches}, must be at least 1")
-        if (stale or fault) and schedule not in OVERLAPPING:
+        if (stale or fault != "none") and schedule not in OVERLAPPING:
             raise ValueError(f"stale rows and faults need one of the schedules {', '.join(OVERLAPPING)}")
         self.features = dict(features)
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)

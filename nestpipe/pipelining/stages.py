@@ -24,7 +24,7 @@ from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.schedule import Op
 from nestpipe.store import HostStore
 
-FAULTS = ("", "skip_overlap_sync")
+FAULTS = ("none", "skip_overlap_sync")
 
 
 @dataclass

@@ -103,7 +103,7 @@ class PipelineSection:
     num_micro_batches: int = key(1, "parts of a batch", at_least=1)
     check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
     stale: bool = key(False, "wrong, for experiments: show the model shared rows as before the last update")
-    fault: str = key("", "wrong, for tests: leave out a part of the schedule", choices=FAULTS)
+    fault: str = key("none", "wrong, for tests: leave out a part of the schedule", choices=FAULTS)
 
 
 @dataclass(frozen=True)

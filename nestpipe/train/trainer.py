@@ -54,7 +54,7 @@ class Trainer:
         schedule_lr: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         check_split: bool = True,
         stale: bool = False,
-        fault: str = "",
+        fault: str = "none",
         seed: int = 0,
         num_threads: int = 1,
     ) -> None:
