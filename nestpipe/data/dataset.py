@@ -1,6 +1,7 @@
 """What data is: samples by their position, and the batches that each rank takes of them."""
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from nestpipe.data.batch import Batch
@@ -62,3 +63,23 @@ class Batches(Iterator[Batch]):
 
 def _at_most(position: int, end: int | None) -> int:
     return position if end is None else min(position, end)
+
+
+class BatchSource(Iterator[Batch]):
+    """An iterator of batches to which batches can be given back, to be handed out again before the others."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches = batches
+        self._returned: deque[Batch | Exception] = deque()
+
+    def __next__(self) -> Batch:
+        if not self._returned:
+            return next(self.batches)
+        item = self._returned.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def give_back(self, items: Sequence[Batch | Exception]) -> None:
+        """In the order in which they are to come; an exception is raised when it is its turn."""
+        self._returned.extendleft(reversed(items))

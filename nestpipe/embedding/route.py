@@ -91,7 +91,8 @@ def route_keys(request: Request | Exception, num_tables: int, channel: Channel) 
     counts_here = received[:, Header.SIZE :].tolist()  # [requester, table]
     if not any(header.has_batch for header in headers):
         return None
-    if len({header.names_hash for header in headers if header.has_batch}) > 1:
+    weighted = [header for header in headers if any(weight > 0 for weight in header.weights)]
+    if len({header.names_hash for header in weighted}) > 1:
         names = sorted(request.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
 

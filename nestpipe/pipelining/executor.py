@@ -1,7 +1,7 @@
 """Plays a schedule: the operations of the compute lane in the caller's thread, the others on lanes of their own."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from nestpipe.distributed import Lane
 from nestpipe.distributed.watch import Watch
@@ -10,15 +10,22 @@ from nestpipe.pipelining.trace import Trace
 
 Action = Callable[[Op], None]
 
+POLL_SECONDS = 0.1
+"""how soon a lane that waits for another notices that it need not"""
+
 REMOTE = ("route",)
 """stages of other lanes that need other ranks; at the others a rank works alone, as long as it takes"""
+
+
+class AbandonedError(RuntimeError):
+    """An operation was given up because the run has ended."""
 
 
 class Executor:
     """The caller plays the list up to an operation that is its own, does it, steps over it, and goes on.
 
     Operations of other lanes are handed over where they stand in the list. So how far those lanes run ahead is bounded
-    by the list, and is the same on every rank.
+    by the list, and is the same on every rank. A lane of which an operation failed does no later one: they count on it.
     """
 
     def __init__(self, operations: Iterator[Op], actions: Mapping[str, Action], trace: Trace, watch: Watch) -> None:
@@ -29,6 +36,8 @@ class Executor:
         self._head = next(operations)
         self._lanes: dict[str, Lane] = {}
         self._pending: dict[Name, Future[None]] = {}
+        self._failed: dict[str, BaseException] = {}
+        self._is_abandoned = False
 
     def play_until(self, stage: str) -> Op:
         """Plays what stands before the next operation of this stage, and returns that one: the caller does it."""
@@ -56,15 +65,28 @@ class Executor:
         self._forget_done(op.batch)
 
     def drain(self) -> None:
-        """Waits until every lane has done all it was handed; raises what one of them raised."""
+        """Waits until every lane has done all it was handed; then raises what one of them raised."""
+        errors: list[Exception] = []
         for name, pending in list(self._pending.items()):
-            self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+            try:
+                self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+            except Exception as error:
+                errors.append(error)
+        self._pending.clear()
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """Lets the lanes end at once what waits for something else. For a rank alone: others would wait for it."""
+        self._is_abandoned = True
+        host = [pending for (stage, *_), pending in self._pending.items() if stage in ("retrieve", "write_back")]
+        wait(host)
         self._pending.clear()
 
     def close(self) -> None:
-        """Ends the lanes' threads; they must have done all they were handed."""
+        """Ends the lanes' threads, those that have done all they were handed; one stuck in a reader ends by itself."""
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(timeout_seconds=0.1 if self._is_abandoned else None)
         self._lanes.clear()
 
     def _play(self, op: Op) -> None:
@@ -82,10 +104,21 @@ class Executor:
 
     def _run(self, op: Op, before: list[Future[None]]) -> None:
         """In the lane's thread."""
-        for pending in before:
-            pending.result()
-        with self._trace.lane_span(op):
-            self._actions[op.stage](op)
+        try:
+            if op.lane in self._failed:
+                raise self._failed[op.lane]
+            for pending in before:
+                while not (self._is_abandoned or wait([pending], POLL_SECONDS).done):
+                    pass
+            if self._is_abandoned:
+                raise AbandonedError(f"{op.stage} of batch {op.batch} was given up")
+            for pending in before:
+                pending.result()
+            with self._trace.lane_span(op):
+                self._actions[op.stage](op)
+        except BaseException as error:
+            self._failed.setdefault(op.lane, error)
+            raise
 
     def _forget_done(self, batch: int) -> None:
         """Operations of batches before this one, done; raises what one of them raised."""

@@ -106,9 +106,12 @@ class Step:
             gradients = self._gradients
             if gradient_scale != 1.0:
                 gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
+            self._flight.is_torn = True
             update_rows(self.buffers, gradients, self.number + 1)
-        self._flight.step = self.number
+            self._flight.step = self.number
+            self._flight.is_torn = False
         self.is_applied = True
+        self._pipeline.num_applied += 1
         self.trace.enter("")
         self._pipeline.executor.step_over()
         self._pipeline.executor.play_through("write_back")
@@ -197,6 +200,10 @@ class Pipeline:
         self.trace = trace or Trace()
         self.num_skipped = 0
         """batches of weight 0, which are no step"""
+        self.num_applied = 0
+        """steps"""
+        self.is_torn = False
+        """whether an update of rows failed halfway: this rank's rows are of no step, go on from a checkpoint"""
         self.untrained: list[Batch] = []
         """after the end: batches that were pulled and not trained, for the next pipeline"""
         self.stages = Stages(
@@ -237,7 +244,7 @@ class Pipeline:
             self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
             if self._step is not None:
                 self._step.refuse_batch()
-        self._end()
+        self._end(gives_up=error is not None and self.world.size == 1)
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:
             text = (
                 f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
@@ -285,10 +292,20 @@ class Pipeline:
         self.stages.begin(flight)
         return flight
 
-    def _end(self) -> None:
-        """With ranks that no longer answer there is nothing to wait for; their lanes end with the process."""
-        if self.world.watch.failure is None:
-            self.flush()
+    def _end(self, gives_up: bool = False) -> None:
+        """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
+        the process. A rank alone that gives up does not wait for its reader, either."""
+        if self.world.watch.failure is not None:
+            return
+        try:
+            if gives_up:
+                self.executor.abandon()
+            else:
+                self.executor.drain()
+        finally:
+            self.is_torn = self.stages.is_torn()
+            if not self.is_torn:
+                self.stages.flush()
             self.executor.close()
             self.untrained = self.stages.untrained()
 

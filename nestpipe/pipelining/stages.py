@@ -54,6 +54,8 @@ class Flight:
     """number of the step that trained it; -1: not applied"""
     is_written: bool = False
     """whether it was written back, all but what stays for the next"""
+    is_torn: bool = False
+    """whether its update failed halfway: its records are of no step"""
 
     @property
     def is_step(self) -> bool:
@@ -117,10 +119,13 @@ class Stages:
             flight.request = error
 
     def upload(self, op: Op) -> None:
-        """To the device of the model."""
+        """To the device of the model. What cannot go there is an error of the batch."""
         flight = self.flight(op.batch)
         if isinstance(flight.request, Request):
-            flight.request = flight.request.to(self._world.device)
+            try:
+                flight.request = flight.request.to(self._world.device)
+            except Exception as error:
+                flight.request = error
 
     def route(self, op: Op) -> None:
         flight = self.flight(op.batch)
@@ -174,7 +179,7 @@ class Stages:
         self._flights.pop(op.batch - 1, None)  # the one before: `retrieve` of the next still looks at this one
 
     def flush(self) -> None:
-        """Writes to the host store what only a buffer has. No lane may be at work."""
+        """Writes to the host store what only a buffer has. No host operation may be under way."""
         for number in sorted(self._flights):
             flight = self._flights[number]
             if flight.step >= 0 and not flight.is_written:  # interrupted right after its update
@@ -182,6 +187,9 @@ class Stages:
             elif flight.has_unwritten and flight.step < 0 and flight.overlap is not None:
                 step = self.flight(number - 1).step
                 write_back(flight.buffers, self._store, step, [shared.here for shared in flight.overlap])
+
+    def is_torn(self) -> bool:
+        return self._keeps_overlap and any(flight.is_torn for flight in self._flights.values())
 
     def host_bytes(self, flight: Flight) -> tuple[int, int]:
         """Retrieved for a batch, and written back after it, row state included."""
@@ -197,9 +205,10 @@ class Stages:
 
     def untrained(self) -> list[Batch]:
         """Batches that were pulled and not trained, in order; not those that are at fault themselves."""
+        flights = [self._flights[number] for number in sorted(self._flights)]
         return [
             flight.batch
-            for _, flight in sorted(self._flights.items())
+            for flight in flights
             if flight.batch is not None
             and flight.step < 0
             and flight.error is None

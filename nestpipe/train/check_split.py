@@ -1,13 +1,14 @@
 """Whether a model may be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 
 import torch
 from torch import nn
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed import World
 from nestpipe.embedding.table import Feature
 from nestpipe.store import HostStore
@@ -20,43 +21,29 @@ MOST_SMALL_BATCHES = 16
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
-class SplitError(ValueError):
-    """A model's loss depends on how the batch is cut."""
-
-
 def check_first_batch(
-    batches: Iterator[Batch],
-    steps: int | None,
-    model: nn.Module,
-    features: Mapping[str, Feature],
-    store: HostStore,
-) -> Iterator[Batch]:
-    """The batches, of which the first with two samples or more has been checked.
+    source: BatchSource, steps: int | None, model: nn.Module, features: Mapping[str, Feature], store: HostStore
+) -> None:
+    """Checks the first batch with two samples or more; those that were pulled for it are given back.
 
     That is done here and now, in the caller's thread: the batches will be pulled by another, while the model trains.
-    What goes wrong is raised when the batch is pulled, so that all ranks hear of it.
+    What goes wrong takes the place of the batch, and is raised when that is pulled: so all ranks hear of it.
     """
-    pulled: list[Batch] = []
-    error: Exception | None = None
+    pulled: list[Batch | Exception] = []
     try:
-        for batch in islice(batches, steps):
+        for batch in islice(source, steps):
             pulled.append(batch)
             if len(batch) >= 2:
-                check_split(model, features, batch, store)
+                try:
+                    check_split(model, features, batch, store)
+                except Exception as error:
+                    pulled[-1] = error
                 break
             if len(pulled) == MOST_SMALL_BATCHES:
                 break
-    except Exception as raised:
-        error = raised
-    return _chained(pulled, error, batches)
-
-
-def _chained(pulled: list[Batch], error: Exception | None, batches: Iterator[Batch]) -> Iterator[Batch]:
-    if error is not None:
-        yield from pulled[:-1] if isinstance(error, SplitError) else pulled
-        raise error
-    yield from pulled
-    yield from batches
+    except Exception as error:  # of the reader
+        pulled.append(error)
+    source.give_back(pulled)
 
 
 def check_split(model: nn.Module, features: Mapping[str, Feature], batch: Batch, store: HostStore) -> None:
@@ -81,7 +68,7 @@ def check_split(model: nn.Module, features: Mapping[str, Feature], batch: Batch,
         if not math.isfinite(expected):
             continue  # another fault, which the step itself names
         if not abs(expected - halves[name]) <= tolerance * max(abs(expected), abs(halves[name]), 1e-6):
-            raise SplitError(_refusal(model, name, expected, halves[name]))
+            raise ValueError(_refusal(model, name, expected, halves[name]))
 
 
 def _sums(

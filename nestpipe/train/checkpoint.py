@@ -123,7 +123,7 @@ def _agree(world: World, work: Callable[[], str], what: str, only_rank: int | No
     texts = world.control.share_text(text)
     failures = [f"rank {rank}: {t[1:]}" for rank, t in enumerate(texts) if t.startswith("-")]
     if failures:
-        raise CheckpointError(f"{what} failed: {'; '.join(failures)}")
+        raise world.watch.agreed(CheckpointError(f"{what} failed: {'; '.join(failures)}"))
     return [t[1:] for t in texts]
 
 

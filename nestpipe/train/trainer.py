@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
@@ -76,8 +76,8 @@ class Trainer:
         self.num_steps = 0
         self.store = make_store(self.tables, seed, num_threads)
         self._pipeline: Pipeline | None = None
-        self._batches: Iterator[Batch] | None = None
-        self._untrained: list[Batch] = []
+        self._source: BatchSource | None = None
+        self._is_torn = False
         self._options = {
             "schedule": schedule,
             "num_micro_batches": num_micro_batches,
@@ -99,13 +99,16 @@ class Trainer:
 
         A result of an earlier call may be given to be added to.
         """
+        self._check_usable()
+        self._check_same_start()
         result = result if result is not None else FitResult()
-        iterator = self._resumed(iter(batches))
+        source = self._source_of(iter(batches))
         if self.check_split:
-            iterator = check_first_batch(iterator, steps, self.model, self.features, self.store)
-        pipeline = Pipeline(
+            check_first_batch(source, steps, self.model, self.features, self.store)
+        num_before = self.num_steps
+        self._pipeline = pipeline = Pipeline(
             self.features,
-            iterator,
+            source,
             store=self.store,
             world=self.world,
             steps=steps,
@@ -113,31 +116,57 @@ class Trainer:
             trace=Trace(result.times, result.spans, first_batch=self.num_steps),
             **self._options,  # type: ignore[arg-type]
         )
-        self._pipeline = pipeline
         try:
             with pipeline:
                 for step in pipeline:
                     result.losses.append(self._train(step))
-                    self.num_steps += 1
+                    self.num_steps = num_before + pipeline.num_applied
                     if after_step is not None:
                         with step.trace.span("other"):
                             after_step(result)
-                result.num_skipped += pipeline.num_skipped
         finally:
             self._pipeline = None
-            self._untrained = pipeline.untrained
+            self._is_torn = pipeline.is_torn
+            self.num_steps = num_before + pipeline.num_applied
+            result.num_skipped += pipeline.num_skipped
+            source.give_back(pipeline.untrained)
         return result
 
     def flush(self) -> None:
         """Within fit, at a step boundary, on all ranks: every row is written to the store. Otherwise nothing to do."""
+        self._check_usable()
         if self._pipeline is not None:
             self._pipeline.flush()
 
-    def _resumed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches; first those that an earlier call of fit pulled from the same iterator and did not train."""
-        untrained = self._untrained if batches is self._batches else []
-        self._batches, self._untrained = batches, []
-        return chain(untrained, batches)
+    def _source_of(self, batches: Iterator[Batch]) -> BatchSource:
+        """If an earlier call of fit was given the same iterator: with what it pulled and did not train."""
+        if self._source is None or self._source.batches is not batches:
+            self._source = BatchSource(batches)
+        return self._source
+
+    def _refuse_within_fit(self, what: str) -> None:
+        """Rows that are under way would hide the new ones, and overwrite them."""
+        if self._pipeline is not None:
+            raise RuntimeError(f"{what} was called within fit; call it between two calls of fit")
+
+    def _check_usable(self) -> None:
+        if self._is_torn:
+            raise RuntimeError(
+                "an update of rows failed halfway: rows of this rank are of no step. Load a checkpoint to go on"
+            )
+
+    def _check_same_start(self) -> None:
+        """Ranks whose dense parts differ would go on to differ, without a sign of it."""
+        if self.num_steps > 0 or self.world.size == 1:
+            return
+        texts = self.world.control.share_text(digest((), self.store, 0, World(), self.model))
+        if len(set(texts)) > 1:
+            raise self.world.watch.agreed(
+                ValueError(
+                    "the ranks' models start from different parameters or buffers; make them with the same seed on "
+                    "every rank, for example torch.manual_seed(0) before the model"
+                )
+            )
 
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint, on all ranks together; the one that was there stays good until this one is complete."""
@@ -146,7 +175,9 @@ class Trainer:
 
     def load(self, path: str | Path) -> None:
         """Goes on where `save` left off, exactly, at the same world size."""
+        self._refuse_within_fit("load")
         load(self, Path(path))
+        self._source, self._is_torn = None, False
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
         """The keys of a table, ascending, and their rows as plain torch; on every rank."""
@@ -155,6 +186,7 @@ class Trainer:
 
     def import_rows(self, table: str, keys: Tensor, rows: Tensor) -> None:
         """Pretrained rows, the same on every rank; each keeps those it owns."""
+        self._refuse_within_fit("import_rows")
         import_rows(self, table, keys, rows)
 
     def digest(self) -> str:
@@ -175,9 +207,9 @@ class Trainer:
         self.reducer.finish(step, total)
         scale = self._clip(step)
         self.optimizer.step()
-        step.update_rows(scale if self.clip_rows else 1.0)
         if self.lr_schedule is not None:
             self.lr_schedule.step()
+        step.update_rows(scale if self.clip_rows else 1.0)
         return float(total)
 
     def _clip(self, step: Step) -> float:
