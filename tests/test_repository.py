@@ -137,3 +137,22 @@ def test_readme_figures_are_those_of_the_results() -> None:
     ):
         values = [next(r[field] for r in records if field in r) for records in machines]
         assert text.format(*values) in readme
+
+
+def test_readme_figures_of_whole_steps() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (inter,) = [r for r in results("schedules.json") if "lookup_hidden_fraction" in r]
+    (serial,) = [r for r in results("schedules.json") if "lookup_share" in r]
+    traffic = [r["host_traffic_vs_serial"] for r in results("schedules.json") if "host_traffic_vs_serial" in r]
+    adagrad, adam = results("plain.json")
+    for text in (
+        f"{serial['lookup_share']:.2f} of a serial step is waiting for the store;",
+        f"inter hides {inter['lookup_hidden_fraction']:.2f} of that wait,",
+        f"and {inter['lookup_hidden_end_to_end']:.2f} of it end to end.",
+        f"A step is {inter['speedup_vs_serial']:.2f} times as fast",
+        f"takes {inter['dense_slowdown']:.2f} times as long",
+        f"there remain {traffic[0]:.2f}, {traffic[1]:.2f} and {traffic[2]:.2f} when",
+        f"is {adagrad['embedding_speed_vs_plain']:.2f} and {adam['embedding_speed_vs_plain']:.2f} times",
+        f"step {adagrad['speed_vs_plain']:.2f} and {adam['speed_vs_plain']:.2f} times faster",
+    ):
+        assert text in readme.replace("\n", " "), text
