@@ -42,10 +42,8 @@ def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]
         window=window,
         check_split=False,
     )
-    batch = Batch(
-        {"a": Jagged.one_each(torch.full((8,), 5))}, {"factor": FACTORS.roll(-world.rank)}, weight=1.0 / world.size
-    )
-    trainer.fit([batch])
+    keys, of_rank = Jagged.one_each(torch.full((8,), 5)), factors(world.rank, world.size)
+    trainer.fit([Batch({"a": keys}, {"factor": of_rank}, weight=1.0 / world.size)])
     return trainer.store.export_piece("A", 0, 65536).records.flatten().tolist()
 
 
