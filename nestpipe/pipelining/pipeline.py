@@ -246,9 +246,10 @@ class Pipeline:
                 self._step.refuse_batch()
         self._end(gives_up=error is not None and self.world.size == 1)
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:
+            rows = "were left halfway" if self.is_torn else "have not"
             text = (
                 f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
-                "parameters may have changed, the rows have not; go on from a checkpoint"
+                f"parameters may have changed, the rows {rows}; go on from a checkpoint"
             )
             if error is None:
                 raise RuntimeError(text)

@@ -193,7 +193,8 @@ class Stages:
 
     def host_bytes(self, flight: Flight) -> tuple[int, int]:
         """Retrieved for a batch, and written back after it, row state included."""
-        overlap, next_overlap = flight.overlap, self.flight(flight.number + 1).overlap
+        overlap, following = flight.overlap, self.flight(flight.number + 1)
+        next_overlap = following.overlap if following.has_unwritten else None
         retrieved = written = 0
         for i, buffer in enumerate(flight.buffers):
             record_bytes = buffer.records.shape[1] * buffer.records.itemsize

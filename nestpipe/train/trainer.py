@@ -216,11 +216,10 @@ class Trainer:
         """Scales the reduced dense gradients down to clip_norm; returns by what."""
         if self.clip_norm is None:
             return 1.0
+        # Each rank has other rows; the dense gradients are the same on all.
         squared = torch.tensor(step.squared_gradient_norm() if self.clip_rows else 0.0, dtype=torch.float64)
         with step.trace.span("reduce"):
-            self.world.dense.all_reduce_sum(
-                squared
-            )  # each rank has other rows; the dense gradients are the same on all
+            self.world.dense.all_reduce_sum(squared)
         norm = math.sqrt(float(squared) + _squared_norm(self.reducer.parameters))
         scale = min(1.0, self.clip_norm / (norm + 1e-6))
         for parameter in self.reducer.parameters:
