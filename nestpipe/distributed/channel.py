@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NoReturn
 
 import torch
@@ -55,6 +56,16 @@ class Channel:
         """In place."""
         if self.size > 1:
             self._run(lambda: dist.all_reduce(values, group=self._group))
+
+    def begin_sum(self, parts: list[Tensor]) -> Future[Tensor]:
+        """Begins to add up, over ranks, these parts put behind each other; the caller waits with the watch."""
+
+        def add_up() -> Tensor:
+            values = torch.cat([part.flatten() for part in parts])
+            self.all_reduce_sum(values)
+            return values
+
+        return self._lane.submit(add_up)
 
     def share_text(self, text: str) -> list[str]:
         """Every rank's text, on every rank."""

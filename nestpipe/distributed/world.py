@@ -1,9 +1,10 @@
 """The world: this rank, all ranks, and the channels between them. A world of one is an ordinary case."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class World:
         self.dense = self._channel("dense reduction")
         self.evaluate = self._channel("evaluation")
         self.control = self._channel("agreement")
+        self._completions: list[WeakMethod[Callable[[], None]]] = []
 
     @staticmethod
     def from_environment(timeout_seconds: float = 25.0) -> "World":
@@ -48,6 +50,18 @@ class World:
         """Around long work of one rank (compiling, reading a large file): the others wait longer than the timeout."""
         with self.watch.busy():
             yield
+
+    def when_left(self, complete: Callable[[], None]) -> None:
+        """Has this method called, as long as its object lives, when a step is left halfway: see `leave`."""
+        self._completions.append(WeakMethod(complete))
+
+    def leave(self) -> None:
+        """On all ranks, when a step is left halfway. What some ranks have begun together and others not, all complete;
+        otherwise the next collectives would meet those."""
+        self._completions = [reference for reference in self._completions if reference() is not None]
+        for reference in self._completions:
+            if complete := reference():
+                complete()
 
     def close(self) -> None:
         if self.size > 1 and self.watch.failure is None:

@@ -57,7 +57,13 @@ class RequesterTable:
         self.plan = Plan.of(request.uses, window, request.table.frozen)
         self.keeps = window == "once"
         self.shape = (len(request.keys), request.table.dim)
-        self.rows = torch.empty(self.shape, dtype=request.table.dtype)
+        self._sent: dict[int, Tensor] = {}
+        """by micro-batch; when rows are not kept"""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """by position; where no row was brought yet, anything"""
+        return torch.empty(self.shape, dtype=self.request.table.dtype)
 
     @cached_property
     def gradients(self) -> Tensor:
@@ -73,7 +79,9 @@ class RequesterTable:
     def put(self, micro_batch: int, rows: Tensor) -> None:
         """Rows that were brought, by position. All at once are not copied: they may be the owner's own memory."""
         positions = self.plan.bring[micro_batch]
-        if positions is None:
+        if not self.keeps:
+            self._sent[micro_batch] = rows
+        elif positions is None:
             self.rows = rows
         else:
             self.rows.index_copy_(0, positions, rows)
@@ -82,7 +90,10 @@ class RequesterTable:
         """A fresh gather of the micro-batch's distinct rows, in which its gradient will arrive."""
         positions = self.request.leaves[micro_batch]
         leaf = recycled.empty((len(positions), self.request.table.dim), self.request.table.dtype)
-        torch.index_select(self.rows, 0, positions, out=leaf)
+        if self.keeps:
+            torch.index_select(self.rows, 0, positions, out=leaf)
+        else:
+            leaf.copy_(self._sent.pop(micro_batch))  # what was sent is what the micro-batch uses, in the same order
         return leaf.requires_grad_(not self.request.table.frozen)
 
     def returned(self, micro_batch: int, gradient: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ Action = Callable[[Op], None]
 POLL_SECONDS = 0.1
 """how soon a lane that waits for another notices that it need not"""
 
-REMOTE = ("route",)
+REMOTE = ("route", "bring", "take")
 """stages of other lanes that need other ranks; at the others a rank works alone, as long as it takes"""
 
 

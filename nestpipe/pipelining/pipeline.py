@@ -14,9 +14,9 @@ from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.table import Feature, Table, tables_of
-from nestpipe.embedding.window import WINDOWS, Window
+from nestpipe.embedding.window import WINDOWS
 from nestpipe.pipelining.executor import Action, Executor
-from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, Op, operations
+from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore
@@ -44,6 +44,7 @@ class Step:
 
     def __init__(self, number: int, flight: Flight, pipeline: "Pipeline") -> None:
         assert flight.route is not None
+        assert flight.window is not None
         self.number = number
         self.weights = flight.route.weights
         self.num_samples = flight.route.num_samples
@@ -58,11 +59,8 @@ class Step:
         self._flight = flight
         self._route = flight.route
         self._pipeline = pipeline
-        self._window = Window(
-            flight.route, flight.buffers, pipeline.world.rows, pipeline.world.gradients, pipeline.window
-        )
-        self._leaves: dict[str, Tensor] = {}
-        self._num_taken = 0
+        self._window = flight.window
+        self._num_done = 0
 
     @property
     def weight(self) -> float:
@@ -75,24 +73,18 @@ class Step:
         request, executor = self._route.request, self._pipeline.executor
         trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
         for i, num_samples in enumerate(request.num_samples):
-            executor.play_until("dense")
+            executor.wait(executor.play_until("dense"))
             with self.trace.span("dense", i):
-                self._leaves = self._window.leaves(i)
+                leaves = self._window.leaves(i)
                 if num_samples > 0:
                     seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
-                    embeddings = Embeddings(self._pipeline.features, request.placed[i], self._leaves)
-                    is_last = i == trained[-1]
-                    yield MicroBatch(embeddings, request.inputs[i], self._leaves, num_samples, is_last)
+                    embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
+                    yield MicroBatch(embeddings, request.inputs[i], leaves, num_samples, is_last=i == trained[-1])
+                self._flight.gradients[i] = {name: leaf.grad for name, leaf in leaves.items()}
+            self._num_done += 1
             executor.step_over()
-        executor.play_until("reduce")
+        executor.wait(executor.play_until("reduce"))
         executor.step_over()
-
-    def bring(self, op: Op) -> None:
-        self._window.bring(op.micro_batch)
-
-    def take(self, op: Op) -> None:
-        self._window.take(op.micro_batch, {name: leaf.grad for name, leaf in self._leaves.items()})
-        self._num_taken += 1
 
     def update_rows(self, gradient_scale: float = 1.0) -> None:
         """Row optimizer, overlap sync, write-back. Call it once, after the dense optimizer's step."""
@@ -123,9 +115,9 @@ class Step:
 
     def check_complete(self) -> None:
         """Refuses to apply a step of which some micro-batches were not trained."""
-        if self._num_taken < len(self._route.request.num_samples):
+        if self._num_done < len(self._route.request.num_samples):
             raise RuntimeError(
-                f"step {self.number}: only {self._num_taken} of {len(self._route.request.num_samples)} micro-batches "
+                f"step {self.number}: only {self._num_done} of {len(self._route.request.num_samples)} micro-batches "
                 "were gone through; loop over all of them before the step is applied"
             )
 
@@ -195,7 +187,6 @@ class Pipeline:
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
         self.world = world or World()
-        self.window = window
         self.seed = seed
         self.trace = trace or Trace()
         self.num_skipped = 0
@@ -212,6 +203,7 @@ class Pipeline:
             self.store,
             self.world,
             num_micro_batches=num_micro_batches,
+            window=window,
             num_threads=num_threads,
             steps=steps,
             keeps_overlap=schedule in OVERLAPPING,
@@ -223,11 +215,12 @@ class Pipeline:
             "upload": self.stages.upload,
             "route": self.stages.route,
             "retrieve": self.stages.retrieve,
-            "bring": lambda op: self._step.bring(op) if self._step is not None else None,
-            "take": lambda op: self._step.take(op) if self._step is not None else None,
+            "begin": self.stages.begin,
+            "bring": self.stages.bring,
+            "take": self.stages.take,
             "overlap_sync": self.stages.overlap_sync,
             "write_back": self.stages.write_back,
-            **dict.fromkeys(("begin", "dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
+            **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
         self.executor = Executor(operations(schedule, num_micro_batches, steps), actions, self.trace, self.world.watch)
         self._number = first_step
@@ -269,14 +262,13 @@ class Pipeline:
                 self.num_skipped += 1
                 self.executor.play_through("write_back")
                 continue
-            with self.trace.span("bring"):
-                self._step = Step(self._number, flight, self)
+            self._step = Step(self._number, flight, self)
             yield self._step
             if not self._step.is_applied:
                 raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
             num_samples = self._step.num_samples
             with self.trace.span("other"):
-                self._step = None  # frees what the window held
+                self._step = flight.window = None  # frees what the window held
             self.trace.end_step(num_samples)
             self._number += 1
 
@@ -287,11 +279,8 @@ class Pipeline:
 
     def _next_flight(self) -> Flight:
         op = self.executor.play_until("begin")
-        self.executor.wait(op)
-        self.executor.step_over()
-        flight = self.stages.flight(op.batch)
-        self.stages.begin(flight)
-        return flight
+        self.executor.play_through("begin")
+        return self.stages.flight(op.batch)
 
     def _end(self, gives_up: bool = False) -> None:
         """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
@@ -302,6 +291,7 @@ class Pipeline:
             if gives_up:
                 self.executor.abandon()
             else:
+                self._leave_step()
                 self.executor.drain()
         finally:
             self.is_torn = self.stages.is_torn()
@@ -309,6 +299,12 @@ class Pipeline:
                 self.stages.flush()
             self.executor.close()
             self.untrained = self.stages.untrained()
+
+    def _leave_step(self) -> None:
+        """Ranks may have left a step at different micro-batches: each goes through with what others may wait for."""
+        if self._step is not None and not self._step.is_applied:
+            self.executor.play_until("update")
+            self.world.leave()
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -2,28 +2,39 @@
 
 serial     one lane does everything, batch by batch:
 
-    compute  | prefetch upload route retrieve | bring dense take ... | reduce update | write_back | prefetch ...
+    compute   | prefetch upload route retrieve | bring dense take, bring dense take ... | reduce update | write_back |
 
 inter      five stages of consecutive batches side by side; b is the batch in training:
 
-    input    | prefetch b+2             |
-    upload   |          upload b+2      |
-    route    |              route b+2   |
-    host     | write_back b-1, then retrieve b+1 (never the other way round: b+1 may need what b-1 wrote)
-    compute  | bring dense take ... of b, reduce, update, overlap_sync b -> b+1 | the same of b+1
+    input     | prefetch b+2             |
+    upload    |          upload b+2      |
+    route     |              route b+2   |
+    host      | write_back b-1, then retrieve b+1 (never the other way round: b+1 may need what b-1 wrote)
+    compute   | bring dense take ... of b, reduce, update, overlap_sync b -> b+1 | the same of b+1
+
+intra      rows are frozen inside a batch, so its exchanges run beside its dense part; digits are micro-batches:
+
+    rows      | bring 0 | bring 1 | bring 2 |
+    compute   |         | dense 0 | dense 1 | dense 2 |        | reduce update
+    gradients |                   | take 0  | take 1  | take 2 |
+
+nested     inter, and inside each batch intra.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-SCHEDULES = ("serial", "inter")
+SCHEDULES = ("serial", "inter", "intra", "nested")
 
-OVERLAPPING = ("inter",)
+OVERLAPPING = ("inter", "nested")
 """those in which consecutive batches overlap, and shared rows stay on the device"""
+
+WINDOWED = ("intra", "nested")
+"""those in which the exchanges of a batch run beside its dense part"""
 
 COMPUTE = "compute"
 """the lane of the caller's thread"""
@@ -53,7 +64,8 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
-    endless = _inter(num_micro_batches) if schedule == "inter" else _serial(num_micro_batches)
+    batches = _overlapping if schedule in OVERLAPPING else _one_by_one
+    endless = batches(_beside_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
     for op in endless:
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
             yield replace(op, waits_for=(("route", op.batch - 1, -1),))
@@ -61,22 +73,30 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
             yield op
 
 
-def _serial(num_micro_batches: int) -> Iterator[Op]:
+Window = Callable[[int, int], Iterator[Op]]
+"""(batch, number of micro-batches) -> from the first bring to the last take, while rows are frozen, and `reduce`."""
+
+
+def _one_by_one(window: Window, num_micro_batches: int) -> Iterator[Op]:
     for batch in count():
         for stage in ("prefetch", "upload", "route", "retrieve"):
             yield Op(stage, COMPUTE, batch)
-        yield from _window(batch, num_micro_batches)
+        yield Op("begin", COMPUTE, batch)
+        yield from window(batch, num_micro_batches)
+        yield Op("update", COMPUTE, batch)
         yield Op("write_back", COMPUTE, batch)
 
 
-def _inter(num_micro_batches: int) -> Iterator[Op]:
+def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
     yield from _bring_in(0)
     yield _retrieve(0)
     yield from _bring_in(1)
     for batch in count():
         yield _retrieve(batch + 1)
         yield from _bring_in(batch + 2)
-        yield from _window(batch, num_micro_batches, waits_for=_stages_before_training(batch))
+        yield Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
+        yield from window(batch, num_micro_batches)
+        yield Op("update", COMPUTE, batch)
         yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
         yield Op("write_back", "host", batch, waits_for=(("overlap_sync", batch, -1),))
 
@@ -96,11 +116,19 @@ def _stages_before_training(batch: int) -> tuple[Name, ...]:
     return tuple((stage, batch, -1) for stage in ("prefetch", "upload", "route", "retrieve"))
 
 
-def _window(batch: int, num_micro_batches: int, waits_for: tuple[Name, ...] = ()) -> Iterator[Op]:
-    """Training of one batch on the compute lane: rows are frozen from the first bring to the last take."""
-    yield Op("begin", COMPUTE, batch, waits_for=waits_for)
+def _in_turn(batch: int, num_micro_batches: int) -> Iterator[Op]:
     for micro_batch in range(num_micro_batches):
         for stage in ("bring", "dense", "take"):
             yield Op(stage, COMPUTE, batch, micro_batch)
-    for stage in ("reduce", "update"):
-        yield Op(stage, COMPUTE, batch)
+    yield Op("reduce", COMPUTE, batch)
+
+
+def _beside_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
+    """All rows may come at once: a requester keeps room for them anyway. The first micro-batch's come first."""
+    micro_batches = range(num_micro_batches)
+    for i in micro_batches:
+        yield Op("bring", "rows", batch, i)
+    for i in micro_batches:
+        yield Op("dense", COMPUTE, batch, i, waits_for=(("bring", batch, i),))
+        yield Op("take", "gradients", batch, i, waits_for=(("dense", batch, i),))
+    yield Op("reduce", COMPUTE, batch, waits_for=tuple(("take", batch, i) for i in micro_batches))

@@ -21,6 +21,7 @@ from nestpipe.embedding.buffer import (
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.embedding.window import Window
 from nestpipe.pipelining.schedule import Op
 from nestpipe.store import HostStore
 
@@ -38,6 +39,10 @@ class Flight:
     route: Route | None = None
     """None: no rank has a batch, or there was an error"""
     buffers: list[Buffer] = field(default_factory=list)
+    window: Window | None = None
+    """while it is in training"""
+    gradients: dict[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
+    """by micro-batch, from its dense part until they are taken: of its leaves, by table"""
     overlap: list[Overlap] | None = None
     """with the batch before it; None: all its rows come from the host store"""
     has_unwritten: bool = False
@@ -78,6 +83,7 @@ class Stages:
         world: World,
         *,
         num_micro_batches: int,
+        window: str,
         num_threads: int,
         steps: int | None,
         keeps_overlap: bool,
@@ -90,6 +96,7 @@ class Stages:
         self._store = store
         self._world = world
         self._num_micro_batches = num_micro_batches
+        self._window = window
         self._num_threads = num_threads
         self._steps = steps
         self._keeps_overlap = keeps_overlap
@@ -153,9 +160,25 @@ class Stages:
         except Exception as error:  # no memory, for example
             flight.error = error
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, op: Op) -> None:
+        """Opens the window of a batch that is a step: from here on its rows are frozen, until the update."""
+        flight = self.flight(op.batch)
+        if not flight.is_step:
+            return
+        assert flight.route is not None
+        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, self._window)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
+
+    def bring(self, op: Op) -> None:
+        window = self.flight(op.batch).window
+        if window is not None:
+            window.bring(op.micro_batch)
+
+    def take(self, op: Op) -> None:
+        flight = self.flight(op.batch)
+        if flight.window is not None:
+            flight.window.take(op.micro_batch, flight.gradients.pop(op.micro_batch, {}))
 
     def overlap_sync(self, op: Op) -> None:
         """After the update of a batch: what the next one shares with it. Then the buffers swap roles."""

@@ -14,6 +14,7 @@ STAGES = {
     "retrieve": "exposed_lookup_ms",
     "overlap_sync": "exposed_lookup_ms",
     "write_back": "exposed_lookup_ms",
+    "begin": "exposed_exchange_ms",
     "bring": "exposed_exchange_ms",
     "take": "exposed_exchange_ms",
     "dense": "dense_ms",

@@ -9,7 +9,7 @@ from typing import Any
 from nestpipe.distributed import World
 from nestpipe.pipelining.trace import Span
 
-LANES = ("compute", "input", "upload", "route", "host")
+LANES = ("compute", "input", "upload", "route", "host", "rows", "gradients")
 
 
 def write_trace(spans: Sequence[Span], world: World, path: Path) -> None:

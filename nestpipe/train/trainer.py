@@ -13,6 +13,7 @@ from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
+from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.check_split import check_first_batch
 from nestpipe.train.checkpoint import load, save
@@ -78,6 +79,7 @@ class Trainer:
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self._is_torn = False
+        self._overlaps_reduction = schedule in WINDOWED
         self._options = {
             "schedule": schedule,
             "num_micro_batches": num_micro_batches,
@@ -202,7 +204,8 @@ class Trainer:
         for micro_batch in step:
             sums = loss_sums(self.model(micro_batch.embeddings, micro_batch.inputs), step.weights)
             loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
-            loss.backward()
+            with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
+                loss.backward()
             total += loss.detach().double()
         self.reducer.finish(step, total)
         scale = self._clip(step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nestpipe import NonFiniteError, World
+from nestpipe import DenseReducer, NonFiniteError, World
 from tests.exactness.cases import Case, SmallModel, global_batches, make_trainer
 from tests.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def trainer_of(world: World, model_class: type[SmallModel], check_split: bool = 
     trainer = make_trainer(world, CASE)
     trainer.model = model_class({name: feature.table.dim for name, feature in trainer.features.items()})
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
-    trainer.reducer.parameters = list(trainer.model.parameters())
+    trainer.reducer = DenseReducer(trainer.model, world)
     trainer.check_split = check_split
     return trainer
 

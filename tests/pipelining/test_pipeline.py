@@ -13,7 +13,7 @@ import torch
 import nestpipe
 from nestpipe import Batch, NonFiniteError, World
 from nestpipe.distributed import RankError
-from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 from tests.exactness.cases import (
     Case,
     SmallModel,
@@ -186,8 +186,8 @@ def test_host_traffic(schedule: str) -> None:
     owned = [{key for key in of_batch if key != -7} for of_batch in keys]
     record_bytes = 15 * 8
     for number, step in enumerate(times):
-        before = owned[number - 1] & owned[number] if number > 0 and schedule != "serial" else set()
-        after = owned[number] & owned[number + 1] if number < 5 and schedule != "serial" else set()
+        before = owned[number - 1] & owned[number] if number > 0 and schedule in OVERLAPPING else set()
+        after = owned[number] & owned[number + 1] if number < 5 and schedule in OVERLAPPING else set()
         assert step.sizes["retrieved_bytes_per_step"] == len(owned[number] - before) * record_bytes
         assert step.sizes["written_back_bytes_per_step"] == len(owned[number] - after) * record_bytes
     assert torch.is_grad_enabled()

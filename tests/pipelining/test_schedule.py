@@ -57,6 +57,58 @@ route    route 3          after upload 3
 compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
 """
 
+INTRA = """
+compute  prefetch 0
+compute  upload 0
+compute  route 0
+compute  retrieve 0
+compute  begin 0
+rows     bring 0.0
+rows     bring 0.1
+rows     bring 0.2
+compute  dense 0.0        after bring 0.0
+gradients take 0.0        after dense 0.0
+compute  dense 0.1        after bring 0.1
+gradients take 0.1        after dense 0.1
+compute  dense 0.2        after bring 0.2
+gradients take 0.2        after dense 0.2
+compute  reduce 0         after take 0.0, take 0.1, take 0.2
+compute  update 0
+compute  write_back 0
+compute  prefetch 1
+"""
+
+NESTED = """
+input    prefetch 0
+upload   upload 0         after prefetch 0
+route    route 0          after upload 0
+host     retrieve 0       after route 0
+input    prefetch 1
+upload   upload 1         after prefetch 1
+route    route 1          after upload 1
+host     retrieve 1       after route 1
+input    prefetch 2
+upload   upload 2         after prefetch 2
+route    route 2          after upload 2
+compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
+rows     bring 0.0
+rows     bring 0.1
+compute  dense 0.0        after bring 0.0
+gradients take 0.0        after dense 0.0
+compute  dense 0.1        after bring 0.1
+gradients take 0.1        after dense 0.1
+compute  reduce 0         after take 0.0, take 0.1
+compute  update 0
+compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
+host     write_back 0     after overlap_sync 0
+host     retrieve 2       after route 2
+input    prefetch 3
+upload   upload 3         after prefetch 3
+route    route 3          after upload 3
+compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
+rows     bring 1.0
+"""
+
 
 def drawn(op: Op) -> str:
     def name(stage: str, batch: int, micro_batch: int) -> str:
@@ -64,13 +116,16 @@ def drawn(op: Op) -> str:
 
     what = name(*op.name)
     after = f"after {', '.join(name(*waited) for waited in op.waits_for)}" if op.waits_for else ""
-    return f"{op.lane:<9}{what:<17}{after}".rstrip()
+    return f"{op.lane:<8} {what:<{26 - max(len(op.lane) + 1, 9)}}{after}".rstrip()
 
 
-@pytest.mark.parametrize(("schedule", "table"), [("serial", SERIAL), ("inter", INTER)])
-def test_drawn_by_hand(schedule: str, table: str) -> None:
+TABLES = [("serial", 2, SERIAL), ("inter", 2, INTER), ("intra", 3, INTRA), ("nested", 2, NESTED)]
+
+
+@pytest.mark.parametrize(("schedule", "num_micro_batches", "table"), TABLES)
+def test_drawn_by_hand(schedule: str, num_micro_batches: int, table: str) -> None:
     lines = table.strip().splitlines()
-    assert [drawn(op) for op in islice(operations(schedule, 2), len(lines))] == lines
+    assert [drawn(op) for op in islice(operations(schedule, num_micro_batches), len(lines))] == lines
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
