@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 3
+#define NESTPIPE_ABI_VERSION 4
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -218,6 +218,46 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_owner(const char* table_name, con
 /* hashes: [num_keys] mix64(key, table name); the bucket is its top 16 bits. */
 NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64_t num_keys,
                                            uint64_t* hashes);
+
+/* ---- samples that share keys ----------------------------------------------------------------------------------- */
+
+typedef enum nestpipe_cluster_method {
+    NESTPIPE_SPECTRAL =
+        0, /* close in the second eigenvector of the graph of samples and keys; then moved where it helps */
+    NESTPIPE_MINHASH = 1 /* sorted by three smallest hashes of their keys: faster, finds less */
+} nestpipe_cluster_method;
+
+/* One feature: the keys of all samples, one sample's behind the other's.
+ *   index    [num_keys] the number of each key among the distinct keys of the batch; negative: padding, left out
+ *   offsets  [num_samples + 1] sample s has index[offsets[s] .. offsets[s + 1]) */
+typedef struct nestpipe_key_lists {
+    const int64_t* index;
+    const int64_t* offsets;
+    int64_t num_keys;
+} nestpipe_key_lists;
+
+/*   cost          [num_samples] above 0, finite: what the parts between the first and the last are balanced by
+ *   num_distinct  of all tables together; at most 2^31 of everything */
+typedef struct nestpipe_batch {
+    const nestpipe_key_lists* features;
+    const double* cost;
+    int64_t num_samples;
+    int64_t num_distinct;
+    int32_t num_features;
+} nestpipe_batch;
+
+/* Upper limit of num_parts. */
+#define NESTPIPE_MAX_PARTS 4096
+
+/* Distributes the samples over parts such that samples which share keys come together, and the first and the last part
+ * (0.4 times the cost of the others, where there are at least three) use few keys. The result is a function of the
+ * arguments alone. With fewer samples than parts some parts are empty, the first and the last before others.
+ *   order         [num_samples] samples of part 0, of part 1, ..., ascending within a part
+ *   part_offsets  [num_parts + 1]
+ * One thread. The calling thread keeps the memory it worked in for its next call. */
+NESTPIPE_API nestpipe_status nestpipe_cluster(const nestpipe_batch* batch, int32_t num_parts,
+                                              nestpipe_cluster_method method, uint64_t seed, int64_t* order,
+                                              int64_t* part_offsets);
 
 /* ---- records from one array to another ----------------------------------------------------------------------- */
 

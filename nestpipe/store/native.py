@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -69,6 +69,20 @@ class NativeRowUpdate(ctypes.Structure):
     )
 
 
+class NativeKeyLists(ctypes.Structure):
+    _fields_ = (("index", c_void_p), ("offsets", c_void_p), ("num_keys", c_int64))
+
+
+class NativeBatch(ctypes.Structure):
+    _fields_ = (
+        ("features", POINTER(NativeKeyLists)),
+        ("cost", c_void_p),
+        ("num_samples", c_int64),
+        ("num_distinct", c_int64),
+        ("num_features", c_int32),
+    )
+
+
 _TABLE = (c_void_p, c_int32)
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
@@ -92,6 +106,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),
+    "cluster": (POINTER(NativeBatch), c_int32, c_int32, c_uint64, c_void_p, c_void_p),
     "copy_records": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32),
     "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
     "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),

@@ -1,0 +1,52 @@
+"""Which samples of a batch go together into a micro-batch: those that share keys."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.data.batch import Jagged
+from nestpipe.store.cluster_ops import cluster
+
+CLUSTER_METHODS = ("spectral", "minhash", "none")
+CLUSTER_COSTS = ("keys", "length_squared")
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How the samples of a batch are distributed over micro-batches; see docs/clustering.md."""
+
+    method: str = "spectral"
+    """none: parts of nearly equal size, in the given order"""
+    cost: str = "keys"
+    """What the parts are balanced by: keys, the number of a sample's keys, or length_squared, the square of it, where
+    attention dominates."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value, choices in (
+            ("method", self.method, CLUSTER_METHODS),
+            ("cost", self.cost, CLUSTER_COSTS),
+        ):
+            if value not in choices:
+                raise ValueError(f"cluster {what} {value!r} is none of {', '.join(choices)}")
+
+    def parts(self, features: Sequence[Jagged], num_distinct: int, num_parts: int) -> list[Tensor]:
+        """The positions of each part's samples, ascending.
+
+        The values of the features are not keys but their numbers among the batch's distinct keys, those of all tables
+        counted together: 0 .. num_distinct - 1, or -1 for padding.
+        """
+        num_samples = len(features[0]) if features else 0
+        if self.method == "none" or num_parts == 1:
+            return list(torch.arange(num_samples).tensor_split(num_parts))
+        lists = [(feature.values, feature.offsets) for feature in features]
+        cost = self.costs(features)
+        order, part_offsets = cluster(lists, num_distinct, cost, num_parts, self.method, self.seed)
+        return list(order.tensor_split(part_offsets[1:-1]))
+
+    def costs(self, features: Sequence[Jagged]) -> Tensor:
+        """What each sample costs [num_samples], padding included; at least 1, so that no part gets all empty samples."""
+        num_keys = torch.stack([feature.lengths for feature in features]).sum(0).clamp(min=1).double()
+        return num_keys.square() if self.cost == "length_squared" else num_keys

@@ -1,0 +1,54 @@
+"""Random draws by number: the words of a stream can be made in any order, each from the seed and its number alone."""
+
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_CELL_BITS = 16
+
+
+def stream(purpose: str, seed: int, units: NDArray[np.integer]) -> Words:
+    """Random words: of the splitmix64 sequence that begins at a hash of (seed, purpose), those numbered `units`."""
+    start = int.from_bytes(blake2b(f"{seed} {purpose}".encode(), digest_size=8).digest(), "little")
+    return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(start))
+
+
+def zipf_quantiles(num_values: int, skew: float) -> Words:
+    """The value at each of 2^16 + 1 evenly spaced places of the distribution; 0 is the most frequent one."""
+    cumulated = np.cumsum(np.arange(1, num_values + 1) ** -skew)
+    places = np.arange(2**_CELL_BITS + 1) * (cumulated[-1] / 2**_CELL_BITS)
+    quantiles: Words = np.searchsorted(cumulated, places, side="right").astype(np.uint64)
+    return quantiles
+
+
+def zipf_values(quantiles: Words, words: Words) -> Words:
+    """A value for each word, of which the highest 16 and the lowest 32 bits are used."""
+    cell = (words >> (64 - _CELL_BITS)).view(np.int64)
+    low = quantiles.take(cell)
+    num_in_cell = quantiles.take(cell + 1) - low
+    # In the tail a cell has many values, and all are taken as equally likely.
+    values: Words = low + ((words & 0xFFFFFFFF) * num_in_cell >> 32)
+    return values
+
+
+def normal(words: Words) -> Floats:
+    """Nearly normal: four numbers of 16 bits, added and standardised."""
+    pairs = (words & 0x0000FFFF0000FFFF) + (words >> 16 & 0x0000FFFF0000FFFF)
+    total = (pairs & 0xFFFFFFFF) + (pairs >> 32)
+    result: Floats = (total.astype(np.float64) - 131070.0) * (3.0**0.5 / 65536.0)
+    return result
+
+
+def _mix(x: Words) -> Words:
+    """In place."""
+    x ^= x >> 30
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> 27
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> 31
+    return x
