@@ -47,6 +47,17 @@ class Jagged:
         where = torch.arange(int(offsets[-1])) + torch.repeat_interleave(shift, lengths)
         return Jagged(self.values[where], offsets, None if self.weights is None else self.weights[where])
 
+    def split(self, sizes: Sequence[int]) -> list["Jagged"]:
+        """Parts of so many samples each, in order."""
+        parts, first = [], 0
+        for size in sizes:
+            offsets = self.offsets[first : first + size + 1]
+            begin, end = int(offsets[0]), int(offsets[-1])
+            weights = None if self.weights is None else self.weights[begin:end]
+            parts.append(Jagged(self.values[begin:end], offsets - begin, weights))
+            first += size
+        return parts
+
     def check(self, name: str) -> None:
         for what, array in (("values", self.values), ("offsets", self.offsets)):
             if not isinstance(array, Tensor) or array.dtype != torch.int64 or array.dim() != 1:
@@ -111,13 +122,6 @@ class Batch:
         if self.weight is None:
             return {"": float(len(self))}
         return dict(self.weight) if isinstance(self.weight, Mapping) else {"": float(self.weight)}
-
-
-def split(batch: Batch, num_micro_batches: int) -> list[Batch]:
-    """Parts of nearly equal size, in order; the last ones are empty when there are too few samples."""
-    if num_micro_batches == 1:
-        return [batch]
-    return [batch[samples] for samples in torch.arange(len(batch)).tensor_split(num_micro_batches)]
 
 
 def _describe(value: Any) -> str:

@@ -32,8 +32,9 @@ class SequenceData(Dataset):
             raise ValueError(f"num_samples is {num_samples}, must be at least 0, or None for endless data")
         self.seed = seed
         self.num_samples = num_samples
-        g=globals()
-        for k,v in kw.items(): g[k]=v
+        g = globals()
+        for k, v in kw.items():
+            g[k] = v
         self._all_items = zipf_quantiles(NUM_ITEMS, SKEW)
         self._of_interest = zipf_quantiles(ITEMS_AN_INTEREST, SKEW)
 

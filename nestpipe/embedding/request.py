@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nestpipe.data.batch import Batch, Jagged, split
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.store import group_by_owner, unique
 
@@ -79,20 +80,26 @@ def make_request(
     num_micro_batches: int,
     world_size: int,
     num_threads: int = 1,
+    clustering: Clustering = GIVEN_ORDER,
 ) -> Request:
-    """Splits a batch into micro-batches and dedups their keys. None: this rank has no batch, others may."""
+    """Dedups the keys of a batch and splits it into micro-batches. None: this rank has no batch, others may."""
     has_batch = batch is not None
     if batch is None:
         batch = Batch({name: Jagged.from_lists([]) for name in features}, weight={})
     check_keys(features, batch)
     check_weights(batch)
-    parts = split(batch, num_micro_batches)
-    placed: list[dict[str, Placed]] = [{} for _ in parts]
-    tables = [
-        _request_of_table(table, features, parts, placed, world_size, num_threads) for table in tables_of(features)
-    ]
-    inputs, num_samples = [part.inputs for part in parts], [len(part) for part in parts]
-    return Request(tables, placed, inputs, num_samples, batch.weights, has_batch)
+    tables = [_distinct(table, features, batch, world_size, num_threads) for table in tables_of(features)]
+    parts = _parts(tables, batch, num_micro_batches, clustering)
+    splits = [_Split(table, parts) for table in tables]
+    placed = [{name: placed for split in splits for name, placed in split.placed(i).items()} for i in range(len(parts))]
+    return Request(
+        [split.request() for split in splits],
+        placed,
+        _inputs(batch, parts),
+        [len(part) for part in parts],
+        batch.weights,
+        has_batch,
+    )
 
 
 def check_weights(batch: Batch) -> None:
@@ -125,33 +132,33 @@ def check_keys(features: Mapping[str, Feature], batch: Batch) -> None:
             )
 
 
-def _request_of_table(
-    table: Table,
-    features: Mapping[str, Feature],
-    parts: list[Batch],
-    placed: list[dict[str, Placed]],
-    world_size: int,
-    num_threads: int,
-) -> TableRequest:
-    names = [name for name, feature in features.items() if feature.table is table]
-    values = [part.keys[name].values for part in parts for name in names]
-    present = [_present(features[name], part.keys[name].values) for part in parts for name in names]
-    occurrences = [v if p is None else v[p] for v, p in zip(values, present, strict=True)]
-    together = torch.cat(occurrences) if len(occurrences) > 1 else occurrences[0].contiguous()
-    distinct, inverse = unique(together, num_threads)
-    keys, counts, positions = _by_owner(table, distinct, inverse, world_size)
-    of_occurrences = positions.split([len(values) for values in occurrences])
-    of_parts = [of_occurrences[i * len(names) : (i + 1) * len(names)] for i in range(len(parts))]
+@dataclass(frozen=True)
+class _Distinct:
+    """The distinct keys of one table in a batch."""
 
-    uses = _uses(of_parts, len(keys))
-    leaves = []
-    for i, part in enumerate(parts):
-        leaf, row_of = _leaf(uses[:, i])
-        leaves.append(leaf)
-        for j, name in enumerate(names):
-            rows = of_parts[i][j] if row_of is None else row_of[of_parts[i][j]]
-            placed[i][name] = _placed(part.keys[name], rows, present[i * len(names) + j], len(leaf))
-    return TableRequest(table, keys, counts, uses, leaves)
+    table: Table
+    keys: Tensor
+    counts: list[int]
+    features: dict[str, Jagged]
+    """the position of each key, -1 for padding"""
+
+
+def _distinct(
+    table: Table, features: Mapping[str, Feature], batch: Batch, world_size: int, num_threads: int
+) -> _Distinct:
+    jagged = {name: batch.keys[name] for name, feature in features.items() if feature.table is table}
+    present = [_present(features[name], of.values) for name, of in jagged.items()]
+    occurrences = [of.values if p is None else of.values[p] for of, p in zip(jagged.values(), present, strict=True)]
+    together = torch.cat(occurrences) if len(occurrences) > 1 else occurrences[0].contiguous()
+    keys, counts, positions = _by_owner(table, *unique(together, num_threads), world_size)
+    placed = {}
+    for (name, of), p, found in zip(
+        jagged.items(), present, positions.split([len(values) for values in occurrences]), strict=True
+    ):
+        if p is not None:
+            found = torch.full_like(of.values, -1).masked_scatter_(p, found)
+        placed[name] = Jagged(found, of.offsets.contiguous(), of.weights)
+    return _Distinct(table, keys, counts, placed)
 
 
 def _present(feature: Feature, values: Tensor) -> Tensor | None:
@@ -169,26 +176,61 @@ def _by_owner(table: Table, distinct: Tensor, inverse: Tensor, world_size: int) 
     return distinct[order], counts.tolist(), position_of[inverse]
 
 
-def _uses(of_parts: list[tuple[Tensor, ...]], num_keys: int) -> Tensor:
-    if len(of_parts) == 1:
-        return torch.ones(num_keys, 1, dtype=torch.bool)
-    uses = torch.zeros(num_keys, len(of_parts), dtype=torch.bool)
-    for i, of_features in enumerate(of_parts):
-        for positions in of_features:
-            uses[positions, i] = True
-    return uses
+def _parts(tables: list[_Distinct], batch: Batch, num_parts: int, clustering: Clustering) -> list[Tensor]:
+    """The samples of each micro-batch."""
+    numbered, num_distinct = [], 0
+    for table in tables:
+        for of in table.features.values():
+            numbers = torch.where(of.values < 0, -1, of.values + num_distinct) if num_distinct > 0 else of.values
+            numbered.append(Jagged(numbers, of.offsets))
+        num_distinct += len(table.keys)
+    return clustering.parts(numbered, num_distinct, num_parts)
 
 
-def _leaf(used: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The positions a micro-batch uses, and the row of each position in its leaf; None: positions are rows."""
-    leaf = used.nonzero().flatten()
-    return leaf, None if len(leaf) == len(used) else used.cumsum(0) - 1
+class _Split:
+    """One table's part of a batch that is split into micro-batches."""
+
+    def __init__(self, distinct: _Distinct, parts: list[Tensor]) -> None:
+        self._distinct = distinct
+        self._features = {name: _split(of, parts) for name, of in distinct.features.items()}
+        self._uses = self._used_by(len(parts))
+        self._leaves = [used.nonzero().flatten() for used in self._uses.unbind(1)]
+
+    def request(self) -> TableRequest:
+        return TableRequest(self._distinct.table, self._distinct.keys, self._distinct.counts, self._uses, self._leaves)
+
+    def placed(self, part: int) -> dict[str, Placed]:
+        """By feature: the rows of a micro-batch's leaf at its occurrences of keys."""
+        num_rows = len(self._leaves[part])
+        row_of = None
+        if num_rows < len(self._uses):
+            row_of = torch.full((len(self._uses) + 1,), num_rows)  # the last, which -1 finds, is for padding
+            row_of[self._leaves[part]] = torch.arange(num_rows)
+        placed = {}
+        for name, of_parts in self._features.items():
+            of = of_parts[part]
+            index = row_of[of.values] if row_of is not None else torch.where(of.values < 0, num_rows, of.values)
+            weights = None if of.weights is None else of.weights.contiguous()
+            placed[name] = Placed(index, of.offsets, weights)
+        return placed
+
+    def _used_by(self, num_parts: int) -> Tensor:
+        if num_parts == 1:
+            return torch.ones(len(self._distinct.keys), 1, dtype=torch.bool)
+        uses = torch.zeros(len(self._distinct.keys) + 1, num_parts, dtype=torch.bool)
+        for of_parts in self._features.values():
+            for i, of in enumerate(of_parts):
+                uses[of.values, i] = True
+        return uses[:-1]
 
 
-def _placed(jagged: Jagged, rows: Tensor, present: Tensor | None, padding: int) -> Placed:
-    index = rows
-    if present is not None:
-        index = torch.full_like(jagged.values, padding)
-        index[present] = rows
-    weights = None if jagged.weights is None else jagged.weights.contiguous()
-    return Placed(index, jagged.offsets.contiguous(), weights)
+def _split(of: Jagged, parts: list[Tensor]) -> list[Jagged]:
+    return [of] if len(parts) == 1 else of.take(torch.cat(parts)).split([len(part) for part in parts])
+
+
+def _inputs(batch: Batch, parts: list[Tensor]) -> list[Mapping[str, Tensor]]:
+    if len(parts) == 1:
+        return [batch.inputs]
+    samples, sizes = torch.cat(parts), [len(part) for part in parts]
+    inputs = {name: value[samples].split(sizes) for name, value in batch.inputs.items()}
+    return [{name: values[i] for name, values in inputs.items()} for i in range(len(parts))]

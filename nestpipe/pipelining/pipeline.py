@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -164,8 +165,9 @@ class Pipeline:
         *,
         store: HostStore | None = None,
         world: World | None = None,
-        schedule: str = "serial",
+        schedule: str = "nested",
         num_micro_batches: int = 1,
+        clustering: Clustering = BY_KEYS,
         window: str = "once",
         steps: int | None = None,
         first_step: int = 0,
@@ -203,6 +205,7 @@ class Pipeline:
             self.store,
             self.world,
             num_micro_batches=num_micro_batches,
+            clustering=clustering,
             window=window,
             num_threads=num_threads,
             steps=steps,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.cluster import Clustering
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import (
     Buffer,
@@ -83,6 +84,7 @@ class Stages:
         world: World,
         *,
         num_micro_batches: int,
+        clustering: Clustering,
         window: str,
         num_threads: int,
         steps: int | None,
@@ -96,6 +98,7 @@ class Stages:
         self._store = store
         self._world = world
         self._num_micro_batches = num_micro_batches
+        self._clustering = clustering
         self._window = window
         self._num_threads = num_threads
         self._steps = steps
@@ -111,7 +114,7 @@ class Stages:
         return self._flights.setdefault(number, Flight(number))
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch and dedups its keys. What goes wrong travels in the route's header, so that all ranks hear."""
+        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so that all ranks hear."""
         flight = self.flight(op.batch)
         # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
         # say: the schedule has it wait for them.
@@ -120,7 +123,12 @@ class Stages:
         try:
             flight.batch = next(self._batches, None)
             flight.request = make_request(
-                self._features, flight.batch, self._num_micro_batches, self._world.size, self._num_threads
+                self._features,
+                flight.batch,
+                self._num_micro_batches,
+                self._world.size,
+                self._num_threads,
+                self._clustering,
             )
         except Exception as error:
             flight.request = error

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nestpipe.data.cluster import Clustering
 from nestpipe.data.dataset import Batches, Dataset
 from nestpipe.data.synthetic import NUM_DENSE, ClickData
 from nestpipe.distributed import World
@@ -51,6 +52,7 @@ def build(config: Config, world: World) -> Run:
         world=world,
         schedule=config.pipeline.schedule,
         num_micro_batches=config.pipeline.num_micro_batches,
+        clustering=Clustering(config.cluster.method, config.cluster.cost, config.train.seed),
         window=config.exchange.window,
         clip_norm=config.dense_optimizer.clip_norm,
         clip_rows=config.dense_optimizer.clip_rows,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.window import WINDOWS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.stages import FAULTS
@@ -99,7 +100,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    schedule: str = key("serial", "when each thing happens; the bits are the same", choices=SCHEDULES)
+    schedule: str = key("nested", "when each thing happens; the bits are the same", choices=SCHEDULES)
     num_micro_batches: int = key(1, "parts of a batch", at_least=1)
     check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
     stale: bool = key(False, "wrong, for experiments: show the model shared rows as before the last update")
@@ -109,6 +110,12 @@ class PipelineSection:
 @dataclass(frozen=True)
 class ExchangeSection:
     window: str = key("once", "a row travels once a batch, or again in each micro-batch", choices=WINDOWS)
+
+
+@dataclass(frozen=True)
+class ClusterSection:
+    method: str = key("spectral", "how samples that share keys find together in a micro-batch", choices=CLUSTER_METHODS)
+    cost: str = key("keys", "what micro-batches are balanced by: a sample's keys, or the square", choices=CLUSTER_COSTS)
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,7 @@ class Config:
     train: TrainSection = TrainSection()
     pipeline: PipelineSection = PipelineSection()
     exchange: ExchangeSection = ExchangeSection()
+    cluster: ClusterSection = ClusterSection()
     store: StoreSection = StoreSection()
     runtime: RuntimeSection = RuntimeSection()
     distributed: DistributedSection = DistributedSection()

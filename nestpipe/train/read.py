@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.cluster import GIVEN_ORDER, Clustering
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import retrieve_rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -54,12 +55,13 @@ def read_batch(
     store: HostStore,
     channel: Channel,
     num_parts: int = 1,
+    clustering: Clustering = GIVEN_ORDER,
 ) -> Reading | None:
     """All ranks call it; None when no rank has a batch. An exception instead of a batch is raised on every rank."""
     try:
         if isinstance(batch, Exception):
             raise batch
-        request = make_request(features, batch, num_parts, channel.size, store.num_threads)
+        request = make_request(features, batch, num_parts, channel.size, store.num_threads, clustering)
     except Exception as error:
         route = route_keys(error, len(tables_of(features)), channel)
     else:

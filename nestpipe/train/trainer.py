@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
-from nestpipe.train.check_split import check_first_batch
+from nestpipe.train.check_split import SplitCheck
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
 from nestpipe.train.loss import loss_sums
@@ -47,8 +48,9 @@ class Trainer:
         *,
         dense_optimizer: DenseOptimizer,
         world: World | None = None,
-        schedule: str = "serial",
+        schedule: str = "nested",
         num_micro_batches: int = 1,
+        clustering: Clustering = BY_KEYS,
         window: str = "once",
         clip_norm: float | None = None,
         clip_rows: bool = False,
@@ -79,10 +81,13 @@ class Trainer:
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self._is_torn = False
+        self._num_micro_batches = num_micro_batches
+        self._clustering = clustering
         self._overlaps_reduction = schedule in WINDOWED
         self._options = {
             "schedule": schedule,
             "num_micro_batches": num_micro_batches,
+            "clustering": clustering,
             "window": window,
             "seed": seed,
             "num_threads": num_threads,
@@ -106,7 +111,8 @@ class Trainer:
         result = result if result is not None else FitResult()
         source = self._source_of(iter(batches))
         if self.check_split:
-            check_first_batch(source, steps, self.model, self.features, self.store)
+            check = SplitCheck(self.model, self.features, self.store, self._num_micro_batches, self._clustering)
+            check.first_batch(source, steps)
         num_before = self.num_steps
         self._pipeline = pipeline = Pipeline(
             self.features,

@@ -20,11 +20,8 @@ def owner_of(key: int, size: int) -> int:
 
 
 def first_uses(batch) -> list[int]:
-    """The keys of a batch as micro-batches meet them: half by half, feature by feature, without padding."""
-    keys: list[int] = []
-    for samples in torch.arange(len(batch)).tensor_split(CASE.num_micro_batches):
-        part = batch[samples]
-        keys += [*part.keys["items"].values.tolist(), *(k for k in part.keys["tags"].values.tolist() if k != -7)]
+    """The keys of a batch, feature by feature, without padding; the split does not matter."""
+    keys = [*batch.keys["items"].values.tolist(), *(k for k in batch.keys["tags"].values.tolist() if k != -7)]
     return list(dict.fromkeys(keys))
 
 

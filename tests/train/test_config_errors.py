@@ -28,7 +28,7 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, store, runtime, distributed, "
+    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, distributed, "
     "evaluate, logging, checkpoint"
 )
 
