@@ -1,6 +1,7 @@
 // The C boundary of clustering.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "boundary.hpp"
 #include "cluster.hpp"
@@ -40,6 +41,8 @@ void check_batch(const nestpipe_batch* batch) {
     const auto is_cost = [](double cost) { return cost > 0 && std::isfinite(cost); };
     if (!std::all_of(batch->cost, batch->cost + batch->num_samples, is_cost))
         refuse("cluster: a cost is not above 0 and finite");
+    if (!std::isfinite(std::accumulate(batch->cost, batch->cost + batch->num_samples, 0.0)))
+        refuse("cluster: the costs add up to more than a number can hold");
     int64_t num_keys = 0;
     for (int32_t f = 0; f < batch->num_features; ++f) {
         check_lists(batch->features[f], *batch);

@@ -1,4 +1,5 @@
 // Every allocation of every call fails once: the call is refused or succeeds, nothing aborts, nothing is half done.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -88,6 +89,16 @@ int main() {
         int64_t num_rows;
         return nestpipe_export(f.store, f.table, 0, NESTPIPE_NUM_BUCKETS, kRows, f.keys.data(), f.records.data(),
                                kRows * kDim * 4, f.unique.data(), &num_rows);
+    });
+    sweep([](Fixture& f) {  // one key for each sample
+        constexpr size_t kSamples = 500;
+        double cost[kSamples];
+        std::fill_n(cost, kSamples, 1.0);
+        int64_t *index = f.unique.data(), *offsets = f.inverse.data();
+        for (int64_t i = 0; i <= int64_t{kSamples}; ++i) index[i] = i % 40, offsets[i] = i;
+        const nestpipe_key_lists feature{index, offsets, kSamples};
+        const nestpipe_batch batch{&feature, cost, kSamples, 40, 1};
+        return nestpipe_cluster(&batch, 4, NESTPIPE_SPECTRAL, 0, f.keys.data(), f.keys.data() + kSamples);
     });
     return 0;
 }

@@ -14,6 +14,9 @@ from rich.table import Table
 
 import nestpipe
 
+MOST_ACROSS = 4
+"""records side by side: what a terminal shows without cutting them off"""
+
 Record = Mapping[str, int | float | str | bool]
 """Flat: what identifies the measurement (dim, threads, method, ...) and what was measured."""
 
@@ -72,11 +75,12 @@ def print_records(result: BenchResult, console: Console) -> None:
     for record in result.records:
         kinds.setdefault(tuple(record), []).append(record)
     for fields, records in kinds.items():
-        table = Table(box=None, show_header=False, pad_edge=False)
-        for field in fields:
-            table.add_row(field, *(_text(record[field]) for record in records))
-        console.print()
-        console.print(table)
+        for first in range(0, len(records), MOST_ACROSS):
+            table = Table(box=None, show_header=False, pad_edge=False)
+            for field in fields:
+                table.add_row(field, *(_text(record[field]) for record in records[first : first + MOST_ACROSS]))
+            console.print()
+            console.print(table)
 
 
 def _identity(record: Record) -> str:

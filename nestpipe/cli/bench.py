@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
@@ -60,3 +61,9 @@ def plain(path: Json, quick: Quick = False, check: Check = False) -> None:
 def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
     """What each schedule hides against serial, on one rank; host traffic by overlap; the cost of tracing."""
     _run("schedules", lambda: schedules_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def cluster(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """What clustering does to the keys of micro-batches, and its time: against the given order and bisection."""
+    _run("cluster", lambda: cluster_bench.records(quick), path, quick, check)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nestpipe.data.batch import Jagged
 from nestpipe.store.cluster_ops import cluster
+from nestpipe.store.interface import check_integer
 
 CLUSTER_METHODS = ("spectral", "minhash", "none")
 CLUSTER_COSTS = ("keys", "length_squared")
@@ -31,6 +32,7 @@ class Clustering:
         ):
             if value not in choices:
                 raise ValueError(f"cluster {what} {value!r} is none of {', '.join(choices)}")
+        check_integer("cluster seed", self.seed, 0, 2**64 - 1)
 
     def parts(self, features: Sequence[Jagged], num_distinct: int, num_parts: int) -> list[Tensor]:
         """The positions of each part's samples, ascending.
@@ -38,7 +40,9 @@ class Clustering:
         The values of the features are not keys but their numbers among the batch's distinct keys, those of all tables
         counted together: 0 .. num_distinct - 1, or -1 for padding.
         """
-        num_samples = len(features[0]) if features else 0
+        if not features:
+            raise ValueError("clustering needs at least one feature: without any, the number of samples is unknown")
+        num_samples = len(features[0])
         if self.method == "none" or num_parts == 1:
             return list(torch.arange(num_samples).tensor_split(num_parts))
         lists = [(feature.values, feature.offsets) for feature in features]
@@ -47,7 +51,7 @@ class Clustering:
         return list(order.tensor_split(part_offsets[1:-1]))
 
     def costs(self, features: Sequence[Jagged]) -> Tensor:
-        """What each sample costs [num_samples], padding included; at least 1, so that no part gets all empty samples."""
+        """What each sample costs [num_samples]; padding counts, and a sample without keys costs 1."""
         num_keys = torch.stack([feature.lengths for feature in features]).sum(0).clamp(min=1).double()
         return num_keys.square() if self.cost == "length_squared" else num_keys
 

@@ -37,7 +37,8 @@ def cluster(
     for index, offsets in lists:
         check_array("index", index, torch.int64, [None])
         check_array("offsets", offsets, torch.int64, [num_samples + 1])
-    features = (NativeKeyLists * len(lists))(*[(pointer(i), pointer(o), len(i)) for i, o in lists])
+    native = [NativeKeyLists(pointer(index), pointer(offsets), len(index)) for index, offsets in lists]
+    features = (NativeKeyLists * len(native))(*native)
     batch = NativeBatch(features, pointer(cost), num_samples, num_distinct, len(lists))
     order = torch.empty(num_samples, dtype=torch.int64)
     part_offsets = torch.empty(num_parts + 1, dtype=torch.int64)

@@ -65,6 +65,21 @@ def test_bench_plain_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_cluster_quick(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    done = run("bench", "cluster", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [record["method"] for record in records] == ["none", "minhash", "spectral", "bisection"] * 4
+    for none, _, spectral, bisection in zip(*[iter(records)] * 4, strict=True):
+        assert none["recovery"] == 0.0
+        assert 1 < spectral["expansion"] < none["expansion"]
+        assert 1 < bisection["expansion"] < none["expansion"]
+        assert spectral["head_share"] + spectral["tail_share"] < 0.7 * (none["head_share"] + none["tail_share"])
+    misses = find_misses(load_targets("cluster"), records)
+    assert not [miss for miss in misses if "no record answers it" in miss]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
