@@ -28,8 +28,8 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, distributed, "
-    "evaluate, logging, checkpoint"
+    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, "
+    "distributed, evaluate, logging, checkpoint"
 )
 
 
