@@ -1,15 +1,13 @@
 """A synthetic click log: any sample can be made directly, from the seed and its position."""
 
-from hashlib import blake2b
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Dataset
+from nestpipe.data.random_words import Words, random_words
 
-Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 NUM_DENSE = 13
@@ -22,7 +20,6 @@ NUM_USER_FIELDS = 10
 BLOCK, SESSIONS = 1024, 256
 PAIRS = ((3, 16), (4, 18), (5, 20), (6, 21), (7, 22), (8, 24))
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _CELL_BITS = 16
 
 
@@ -63,7 +60,7 @@ class ClickData(Dataset):
         self.num_values = tuple(max(10, round(number * scale)) for number in NUM_VALUES)
         self.feature_names = tuple(f"c{field:02}" for field in range(len(NUM_VALUES)))
         self._quantiles = np.stack([_zipf_quantiles(number, skew) for number in self.num_values])
-        self._dense_effects = self.DENSE_STRENGTH * _normal(_stream("dense effect", 0, np.arange(NUM_DENSE)))
+        self._dense_effects = self.DENSE_STRENGTH * _normal(random_words("dense effect", 0, np.arange(NUM_DENSE)))
 
     def samples(self, first: int, count: int) -> Batch:
         if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
@@ -71,9 +68,9 @@ class ClickData(Dataset):
             raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
         positions = np.arange(first, first + count, dtype=np.uint64)
         keys = self._keys(positions)
-        dense = [_normal(_stream(f"dense {i}", self.seed, positions)) for i in range(NUM_DENSE)]
+        dense = [_normal(random_words(f"dense {i}", self.seed, positions)) for i in range(NUM_DENSE)]
         probability = self._probability(keys, dense)
-        click = (_stream("click", self.seed, positions) >> 40) * 2.0**-24 < probability
+        click = (random_words("click", self.seed, positions) >> 40) * 2.0**-24 < probability
         offsets = torch.arange(count + 1)
         return Batch(
             {name: Jagged(torch.from_numpy(row), offsets) for name, row in zip(self.feature_names, keys, strict=True)},
@@ -86,16 +83,16 @@ class ClickData(Dataset):
 
     def _keys(self, positions: Words) -> NDArray[np.int64]:
         """[fields, samples]"""
-        sessions = positions // BLOCK * SESSIONS + _stream("session", self.seed, positions) % SESSIONS
+        sessions = positions // BLOCK * SESSIONS + random_words("session", self.seed, positions) % SESSIONS
         values = np.empty((len(NUM_VALUES), len(positions)), dtype=np.uint64)
         for field in range(len(NUM_VALUES)):
             units = sessions if field < NUM_USER_FIELDS else positions
             values[field] = self._values(field, units) + (field << 32)
-        return (_stream("key", 0, values) >> 1).view(np.int64)
+        return (random_words("key", 0, values) >> 1).view(np.int64)
 
     def _values(self, field: int, units: Words) -> Words:
         """0 is the most frequent one."""
-        bits = _stream(f"value {field}", self.seed, units)
+        bits = random_words(f"value {field}", self.seed, units)
         cell = (bits >> (64 - _CELL_BITS)).view(np.int64)
         low = self._quantiles[field].take(cell)
         num_in_cell = self._quantiles[field].take(cell + 1) - low
@@ -107,13 +104,13 @@ class ClickData(Dataset):
         """Added up field by field: in which order a reduction of numpy adds may depend on the number of samples."""
         words = keys.view(np.uint64)
         logit = np.full(words.shape[1], self.BIAS)
-        effects = _normal(_stream("key effect", 0, words))
+        effects = _normal(random_words("key effect", 0, words))
         for effect, number in zip(effects, NUM_VALUES, strict=True):
             logit += self.KEY_STRENGTH * number**-0.125 * effect
         for strength, values in zip(self._dense_effects, dense, strict=True):
             logit += strength * values
         for one, other in PAIRS:
-            logit += self.PAIR_STRENGTH * _dot(*_stream("key vector", 0, words[[one, other]]))
+            logit += self.PAIR_STRENGTH * _dot(*random_words("key vector", 0, words[[one, other]]))
         probability: Floats = 1.0 / (1.0 + np.exp(-logit))
         return probability.astype(np.float32)
 
@@ -124,22 +121,6 @@ def _zipf_quantiles(num_values: int, skew: float) -> Words:
     places = np.arange(2**_CELL_BITS + 1) * (cumulated[-1] / 2**_CELL_BITS)
     quantiles: Words = np.searchsorted(cumulated, places, side="right").astype(np.uint64)
     return quantiles
-
-
-def _stream(purpose: str, seed: int, units: NDArray[np.integer]) -> Words:
-    """Random words: of the splitmix64 sequence that begins at a hash of (seed, purpose), those numbered `units`."""
-    start = int.from_bytes(blake2b(f"{seed} {purpose}".encode(), digest_size=8).digest(), "little")
-    return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(start))
-
-
-def _mix(x: Words) -> Words:
-    """In place."""
-    x ^= x >> 30
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> 27
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> 31
-    return x
 
 
 def _normal(words: Words) -> Floats:

@@ -78,7 +78,8 @@ class FuXiLayer(nn.Module):
         u, v, q, k = F.silu(_rms_norm(x) @ self.w_uvqk).split(self.widths, dim=1)
         q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
         attended = fuxi_attention(q, k, v, self.w_pos, self.w_ts, sequences, self.attention).flatten(1)
-        return u * _rms_norm(attended)
+        gated: Tensor = u * _rms_norm(attended)
+        return gated
 
 
 def _rms_norm(x: Tensor) -> Tensor:
