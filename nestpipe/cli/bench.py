@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
@@ -60,3 +61,9 @@ def plain(path: Json, quick: Quick = False, check: Check = False) -> None:
 def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
     """What each schedule hides against serial, on one rank; host traffic by overlap; the cost of tracing."""
     _run("schedules", lambda: schedules_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The blocked form of attention against the plain one: memory for each token by length, and time."""
+    _run("attention", lambda: attention_bench.records(quick), path, quick, check)
