@@ -137,7 +137,7 @@ class _Blocked(torch.autograd.Function):
                 continue
             slopes = logits.sub_(logarithms[:, :, None]).exp_()
             slopes[:, :, 0] -= 1
-            slopes.mul_(is_token[:, :, None] / temperature)
+            slopes.div_(temperature)  # of what fills up, too: its x is zero, and its own gradient is never read
             of_positive, of_others = slopes[:, :, :1], slopes[:, :, 1:]
             d_units[part] = of_positive * of_positives + of_others @ of_negatives
             d_rows.index_add_(0, positives.flatten(), (of_positive * x).flatten(0, 1))

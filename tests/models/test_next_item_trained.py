@@ -1,7 +1,7 @@
 """HSTU and FuXi through the Trainer: accepted in micro-batches, the same digest again, and they learn.
 
-Fails, for example, if a model draws its dropout from a generator of its own, or if check_split is handed a model whose
-loss is divided by the number of positions.
+Fails, for example, if the loss is divided by the number of positions (check_split refuses it), or if the negatives of a
+sample are drawn from the default generator.
 """
 
 import pytest

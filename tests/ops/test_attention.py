@@ -1,7 +1,7 @@
 """Attention: the blocked form against the plain one, memory apart; and its order of summation.
 
 Fails, for example, if `distance * self.size` is left out of Blocks.position_index, if _causal masks nothing, if a
-gradient is not scaled by max_length, or if time_buckets takes the query's own time.
+gradient is not scaled by max_length, or if _add_time_gradient is given the heads' gradients unsummed.
 """
 
 import pytest
@@ -13,8 +13,8 @@ from nestpipe.ops.sequences import Sequences, time_buckets
 from tests.histories import histories
 
 OPS = [hstu_attention, fuxi_attention]
-LENGTHS = [0, 1, 63, 64, 65, 150, 0, 129, 2]
-MAX_LENGTH = 150
+LENGTHS = [0, 1, 63, 64, 65, 150, 0, 200, 2]
+MAX_LENGTH = 200
 NAMES = ("q", "k", "v", "w_pos", "w_ts")
 
 
@@ -66,7 +66,7 @@ def test_short_and_empty(op, lengths: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("op", OPS)
 def test_a_sample_has_the_same_bits_in_any_company(op, dtype: torch.dtype) -> None:
-    """Output and gradients of q, k, v. Fails if a query's blocks of keys are summed in another order in a batch."""
+    """Output and gradients of q, k, v. Fails if Blocks.pairs runs backwards where `most_blocks` is even."""
     sequences = make_sequences(LENGTHS)
     leaves = make_leaves(sum(LENGTHS), dtype=dtype)
     width = 3 if op is hstu_attention else 9
