@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
@@ -67,3 +68,9 @@ def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
 def cluster(path: Json, quick: Quick = False, check: Check = False) -> None:
     """What clustering does to the keys of micro-batches, and its time: against the given order and bisection."""
     _run("cluster", lambda: cluster_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The blocked form of attention against the plain one: memory for each token by length, and time."""
+    _run("attention", lambda: attention_bench.records(quick), path, quick, check)
