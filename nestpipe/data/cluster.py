@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Jagged
-from nestpipe.store.cluster_ops import cluster
+from nestpipe.store import cluster
 from nestpipe.store.interface import check_integer
 
 CLUSTER_METHODS = ("spectral", "minhash", "none")
