@@ -114,7 +114,8 @@ class Stages:
         return self._flights.setdefault(number, Flight(number))
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so that all ranks hear."""
+        """Pulls a batch, dedups its keys, and clusters its samples into micro-batches. What goes wrong travels in the
+        route's header, so that all ranks hear."""
         flight = self.flight(op.batch)
         # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
         # say: the schedule has it wait for them.
