@@ -10,6 +10,7 @@ from rich.console import Console
 
 from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
+from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
@@ -74,3 +75,9 @@ def cluster(path: Json, quick: Quick = False, check: Check = False) -> None:
 def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The blocked form of attention against the plain one: memory for each token by length, and time."""
     _run("attention", lambda: attention_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def overlap(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """What a frozen window leaves exposed of exchanges whose time is known: 2 ranks on this machine."""
+    _run("overlap", lambda: overlap_bench.records(quick), path, quick, check)
