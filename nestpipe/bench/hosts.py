@@ -1,7 +1,7 @@
 """Several 'hosts' on one machine: network namespaces, with a link of a stated rate between them.
 
-Namespaces and interfaces carry the number of this process in their names. They are removed however it ends, unless it is
-killed with SIGKILL.
+Namespaces and interfaces carry the number of this process in their names. They are removed however it ends, unless by
+SIGKILL.
 """
 
 import os
@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -39,7 +39,7 @@ def check_possible(num_hosts: int, rate: str) -> None:
     if not re.fullmatch(r"[1-9][0-9]*(kbit|mbit|gbit)", rate):
         raise ValueError(f"rate is {rate!r}, must be a whole number and a unit of tc: kbit, mbit or gbit, as in 1gbit")
     if os.geteuid() != 0:
-        raise ValueError("hosts are network namespaces, which only root may make; run it as root, for example with sudo")
+        raise ValueError("hosts are network namespaces, which only root may make; run it as root, as with sudo")
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             raise ValueError(f"there is no program {program!r}; it comes with the package iproute2")
@@ -98,7 +98,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _handled(handler: "signal.Handlers | signal._HANDLER") -> Iterator[None]:  # noqa: UP037
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in _ENDS}
     try:
         yield

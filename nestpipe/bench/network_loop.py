@@ -18,7 +18,8 @@ from nestpipe.distributed import World
 from nestpipe.embedding.embeddings import SequenceEmbedding
 from nestpipe.embedding.request import make_request
 from nestpipe.embedding.row_optimizer import Adagrad
-from nestpipe.embedding.table import Feature, Sequence as SequenceFeature, Table
+from nestpipe.embedding.table import Feature, Table
+from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.embedding.window import Plan
 from nestpipe.pipelining.pipeline import MicroBatch, Pipeline, Step
 from nestpipe.pipelining.schedule import WINDOWED
@@ -40,9 +41,8 @@ class Size:
     num_micro_batches: int = 8
     num_batches: int = 4
     num_rounds: int = 15
-    left_out: int = 1
-    """steps at the beginning of each turn"""
     counted: int = 2
+    """steps of a turn"""
     num_probes: int = 15
     """exchanges that the link's rate is measured with"""
     probe_bytes: int = 8_000_000
@@ -125,7 +125,7 @@ class Tower(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(self.out(pooled).squeeze(1), label, reduction="sum")
 
 
-MODELS = {"paced": Paced, "real": Tower}
+MODELS: dict[str, type[Paced] | type[Tower]] = {"paced": Paced, "real": Tower}
 
 
 class Loop:
@@ -151,15 +151,19 @@ class Loop:
             trace=self.trace,
         )
         self._steps = iter(self.pipeline)
+        self._next = next(self._steps)
 
-    def turn(self, left_out: int, counted: int) -> dict[str, float]:
-        """Means over steps, the first left out; over ranks too, but of the slowest rank where that is what counts."""
+    def turn(self, num_steps: int) -> dict[str, float]:
+        """Means over so many steps; over ranks too, but of the slowest rank where that is what counts.
+
+        The times of a step are complete when the next one has begun. So the first step of a turn, which began in the
+        turn before, is left out.
+        """
         self.spans.clear()
-        first = len(self.trace.steps)
-        for _ in range(left_out + counted + 1):  # the times of a step are complete when the next one begins
+        for _ in range(num_steps + 1):
             self._step()
         self.pipeline.executor.drain()
-        times = self.trace.steps[first:][-counted:]
+        times = self.trace.steps[-num_steps:]
         names = (*FIELDS, *EXCHANGES)
         mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
         of_ranks = self.world.control.all_to_all_equal(mine.expand(self.world.size, -1))
@@ -169,7 +173,7 @@ class Loop:
         }
 
     def _step(self) -> None:
-        step = next(self._steps)
+        step = self._next
         for micro_batch in step:
             with self.reducer.overlap(micro_batch.is_last and self._overlaps):
                 self.model.train_on(micro_batch, step)
@@ -177,6 +181,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         step.update_rows()
+        self._next = next(self._steps)
 
 
 def shares_of(totals: Sequence[float]) -> Shares:

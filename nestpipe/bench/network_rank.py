@@ -92,17 +92,17 @@ class Bench:
         size = self.size
         loops = {way: Loop(way, compute, size, self.batches, self.world, self.threads) for way in ways}
         for loop in loops.values():
-            loop.turn(0, size.num_batches)  # every row is there, all memory was touched
+            loop.turn(size.num_batches)  # every row is there, all memory was touched
         sleep_ms = self._set_pace(loops) if compute == "paced" else 0.0
         rounds: dict[Way, list[Values]] = {way: [] for way in ways}
         for number in range(size.num_rounds):
             for way in ways[:: 1 if number % 2 else -1]:
-                rounds[way].append(loops[way].turn(size.left_out, size.counted))
+                rounds[way].append(loops[way].turn(size.counted))
         for way in ways:
             yield self._record(way, compute, rounds, sleep_ms)
 
     def _set_pace(self, loops: dict[Way, Loop]) -> float:
-        values = loops[Way("serial", 1)].turn(1, 3 * self.size.num_batches)
+        values = loops[Way("serial", 1)].turn(3 * self.size.num_batches)
         sleep_ms = PACE * values["exposed_exchange_ms"]  # the same number on all ranks
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
