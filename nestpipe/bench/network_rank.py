@@ -16,7 +16,7 @@ from nestpipe.bench.pairs import spread
 from nestpipe.data.cluster import BY_KEYS
 from nestpipe.distributed import World
 
-PACE = 1.45
+PACE = 1.5
 """dense time over serial's exchange time, where dense compute is paced"""
 
 

@@ -19,6 +19,7 @@ from nestpipe.embedding.buffer import (
     sync_overlap,
     write_back,
 )
+from nestpipe.embedding.plan import Plans
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
@@ -39,6 +40,8 @@ class Flight:
     """None: not pulled, because the run has as many steps as it was asked for"""
     route: Route | None = None
     """None: no rank has a batch, or there was an error"""
+    plans: Plans | None = None
+    """what travels with which micro-batch"""
     buffers: list[Buffer] = field(default_factory=list)
     window: Window | None = None
     """while it is in training"""
@@ -148,6 +151,7 @@ class Stages:
             return  # on every rank: they have seen the same headers
         try:
             flight.route = route_keys(flight.request, self._num_tables, self._world.route)
+            flight.plans = None if flight.route is None else Plans.of(flight.route, self._window)
         except Exception as error:
             flight.error = error
         self._has_ended = flight.route is None
@@ -174,7 +178,7 @@ class Stages:
         if not flight.is_step:
             return
         assert flight.route is not None
-        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, self._window)
+        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, flight.plans)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
 
