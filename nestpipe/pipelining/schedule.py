@@ -18,7 +18,8 @@ intra      rows are frozen inside a batch, so its exchanges run beside its dense
     compute   |         | dense 0 | dense 1 | dense 2 |        | reduce update
     gradients |                   | take 0  | take 1  | take 2 |
 
-nested     inter, and inside each batch intra.
+nested     inter, and inside each batch intra. The compute lane waits for `bring 0`; so does prefetch b+2, which leaves
+           the processor and the link to the first rows.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
@@ -68,7 +69,7 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
     endless = batches(_beside_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
     for op in endless:
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
-            yield replace(op, waits_for=(("route", op.batch - 1, -1),))
+            yield replace(op, waits_for=(*op.waits_for, ("route", op.batch - 1, -1)))
         else:
             yield op
 
@@ -93,16 +94,22 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
     yield from _bring_in(1)
     for batch in count():
         yield _retrieve(batch + 1)
-        yield from _bring_in(batch + 2)
+        opening, *rest = window(batch, num_micro_batches)
+        is_hidden = opening.lane != COMPUTE
+        if not is_hidden:
+            yield from _bring_in(batch + 2)
         yield Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
-        yield from window(batch, num_micro_batches)
+        yield opening
+        if is_hidden:  # the compute lane waits for the first rows: what is for later does not take their processor
+            yield from _bring_in(batch + 2, after=opening.name)
+        yield from rest
         yield Op("update", COMPUTE, batch)
         yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
         yield Op("write_back", "host", batch, waits_for=(("overlap_sync", batch, -1),))
 
 
-def _bring_in(batch: int) -> Iterator[Op]:
-    yield Op("prefetch", "input", batch)
+def _bring_in(batch: int, after: Name | None = None) -> Iterator[Op]:
+    yield Op("prefetch", "input", batch, waits_for=() if after is None else (after,))
     yield Op("upload", "upload", batch, waits_for=(("prefetch", batch, -1),))
     yield Op("route", "route", batch, waits_for=(("upload", batch, -1),))
 
