@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.embedding.window import WINDOWS
+from nestpipe.embedding.plan import WINDOWS
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 
