@@ -52,6 +52,8 @@ class Flight:
     """as they were before the update; for experiments with stale rows"""
     error: Exception | None = None
     """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
+    is_raised: bool = False
+    """whether that has happened"""
     problem: Exception | None = None
     """why it must not be applied; found out on one rank"""
     is_refused: bool = False
@@ -114,7 +116,8 @@ class Stages:
         return self._flights.setdefault(number, Flight(number))
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so that all ranks hear."""
+        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so
+        that all ranks hear."""
         flight = self.flight(op.batch)
         # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
         # say: the schedule has it wait for them.
@@ -235,18 +238,13 @@ class Stages:
                 written += (len(buffer.keys) - num_stay) * record_bytes
         return retrieved, written
 
-    def untrained(self) -> list[Batch]:
-        """Batches that were pulled and not trained, in order; not those that are at fault themselves."""
+    def untrained(self) -> list[Batch | Exception]:
+        """What was pulled and not trained, in order: batches, and errors of reading that nobody has heard of yet. Not
+        batches that are at fault themselves."""
         flights = [self._flights[number] for number in sorted(self._flights)]
-        return [
-            flight.batch
-            for flight in flights
-            if flight.batch is not None
-            and flight.step < 0
-            and flight.error is None
-            and not flight.is_refused
-            and not isinstance(flight.request, Exception)
-        ]
+        left = [f for f in flights if f.step < 0 and not f.is_raised and not f.is_refused]
+        items = [f.request if isinstance(f.request, Exception) else f.batch for f in left]
+        return [item for item in items if item is not None]
 
 
 def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:
