@@ -95,6 +95,8 @@ class Trainer:
         """of the dense optimizer, advanced once a step"""
         self.check_split = check_split
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
+        self.recipe: str | None = None
+        """saved with the model, for those who read it"""
         self.num_steps = 0
         self.store = make_store(self.tables, seed, num_threads)
         self._pipeline: Pipeline | None = None
