@@ -238,13 +238,12 @@ def _count(products: Tensor, score: Tensor, keys: Tensor, targets: Tensor) -> Te
 
 
 def _count_histories(users: Tensor, score: Tensor, queries: Queries, items: OwnedItems) -> Tensor:
-    """[n] owned items of each user's history that were counted as better than the target."""
+    """[n] owned items of each user's history that were counted as better than the target; itself never was."""
     better = torch.zeros(len(users), dtype=torch.int64)
     of_user = torch.arange(len(users)).repeat_interleave(queries.histories.lengths)
     numbers, is_owned = items.numbers(queries.histories.values)
-    is_other = queries.histories.values != queries.targets[of_user]
     num_owned = max(1, len(items.keys))
-    distinct = (of_user * num_owned + numbers)[is_owned & is_other].unique()
+    distinct = (of_user * num_owned + numbers)[is_owned].unique()
     for part in distinct.split(NUM_ITEMS):
         user, key = part // num_owned, items.keys[part % num_owned]
         products = (users[user] * items.rows(key)).sum(1)

@@ -1,8 +1,8 @@
 """Ranks against a full sort in plain Python integers: ties, histories, items never trained, one to three ranks.
 
 Fails, for example, if _count takes ties for lower where all keys of a block are smaller (limit = score), if
-_count_histories counts a repeated item twice (no .unique()), or if it takes the target out with the history (no
-is_other).
+_count_histories counts a repeated item twice (no .unique()), or if it takes the target out with the history
+(key <= targets).
 """
 
 import math
