@@ -55,6 +55,8 @@ class Flight:
     """as they were before the update; for experiments with stale rows"""
     error: Exception | None = None
     """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
+    is_raised: bool = False
+    """whether that has happened"""
     problem: Exception | None = None
     """why it must not be applied; found out on one rank"""
     is_refused: bool = False
@@ -240,18 +242,13 @@ class Stages:
                 written += (len(buffer.keys) - num_stay) * record_bytes
         return retrieved, written
 
-    def untrained(self) -> list[Batch]:
-        """Batches that were pulled and not trained, in order; not those that are at fault themselves."""
+    def untrained(self) -> list[Batch | Exception]:
+        """What was pulled and not trained, in order: batches, and errors of reading that nobody has heard of yet. Not
+        batches that are at fault themselves."""
         flights = [self._flights[number] for number in sorted(self._flights)]
-        return [
-            flight.batch
-            for flight in flights
-            if flight.batch is not None
-            and flight.step < 0
-            and flight.error is None
-            and not flight.is_refused
-            and not isinstance(flight.request, Exception)
-        ]
+        left = [f for f in flights if f.step < 0 and not f.is_raised and not f.is_refused]
+        items = [f.request if isinstance(f.request, Exception) else f.batch for f in left]
+        return [item for item in items if item is not None]
 
 
 def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:
