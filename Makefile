@@ -56,7 +56,9 @@ tsan: ## native tests under ThreadSanitizer
 bench: install native ## every benchmark against its targets; wants an idle machine
 	$(BIN)/nestpipe bench store --json benchmarks/results/store.json --check
 	$(BIN)/nestpipe bench plain --json benchmarks/results/plain.json --check
+	$(BIN)/nestpipe bench attention --json benchmarks/results/attention.json --check
 	$(BIN)/nestpipe bench cluster --json benchmarks/results/cluster.json --check
+	$(BIN)/nestpipe bench overlap --json benchmarks/results/overlap.json --check
 	$(BIN)/nestpipe bench schedules --json benchmarks/results/schedules.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
 

@@ -16,12 +16,13 @@ ALLOWED = {
     "store": set(),
     "data": {"store"},
     "distributed": set(),
-    "models": set(),
+    "ops": set(),
+    "models": {"ops"},
     "embedding": {"store", "data", "distributed"},
     "pipelining": {"embedding", "store", "data", "distributed"},
     "train": {"models", "pipelining", "embedding", "store", "data", "distributed"},
     "cli": {"bench", "train", "pipelining", "distributed", "store"},
-    "bench": {"train", "pipelining", "embedding", "store", "data", "distributed"},
+    "bench": {"train", "ops", "pipelining", "embedding", "store", "data", "distributed"},
     "": {"data", "distributed", "embedding", "pipelining", "store", "train", "cli"},  # __init__.py and __main__.py
 }
 

@@ -16,11 +16,11 @@ from nestpipe.data.dataset import Batches
 from nestpipe.data.sequences import SequenceData
 from nestpipe.distributed import World
 from nestpipe.embedding.embeddings import SequenceEmbedding
-from nestpipe.embedding.plan import Plan
 from nestpipe.embedding.request import make_request
 from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
+from nestpipe.embedding.window import Plan
 from nestpipe.pipelining.pipeline import MicroBatch, Pipeline, Step
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Span, StepTimes, Trace

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import network as network_bench
+from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
@@ -69,6 +71,18 @@ def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
 def cluster(path: Json, quick: Quick = False, check: Check = False) -> None:
     """What clustering does to the keys of micro-batches, and its time: against the given order and bisection."""
     _run("cluster", lambda: cluster_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The blocked form of attention against the plain one: memory for each token by length, and time."""
+    _run("attention", lambda: attention_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def overlap(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """What a frozen window leaves exposed of exchanges whose time is known: 2 ranks on this machine."""
+    _run("overlap", lambda: overlap_bench.records(quick), path, quick, check)
 
 
 @app.command()

@@ -18,6 +18,13 @@ def stream(purpose: str, seed: int, units: NDArray[np.integer]) -> Words:
     return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(start))
 
 
+def following(starts: Words, counts: NDArray[np.int64]) -> Words:
+    """Of the splitmix64 sequences that begin at `starts`, the first `counts` words of each, one behind the other."""
+    ends = np.cumsum(counts)
+    numbers = np.arange(1, (ends[-1] if len(ends) else 0) + 1) - np.repeat(ends - counts, counts)
+    return _mix(numbers.astype(np.uint64) * np.uint64(_GOLDEN) + np.repeat(starts, counts))
+
+
 def zipf_quantiles(num_values: int, skew: float) -> Words:
     """The value at each of 2^16 + 1 evenly spaced places of the distribution; 0 is the most frequent one."""
     cumulated = np.cumsum(np.arange(1, num_values + 1) ** -skew)

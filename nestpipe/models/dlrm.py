@@ -1,4 +1,4 @@
-"""DLRM: clicks from dense features and pooled embeddings, through their pairwise dot products."""
+"""DLRM: clicks from dense features and pooled embeddings, through their pairwise dot products or a cross network."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -7,9 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+INTERACTIONS = ("dot", "cross")
+
 
 class DLRM(nn.Module):
-    """Bottom layers num_dense -> *bottom -> dim; dot products; top layers -> *top -> 1; ReLU between layers.
+    """Bottom layers num_dense -> *bottom -> dim; interaction; top layers -> *top -> 1; ReLU between layers.
+
+    interaction: "dot", the pairwise dot products of the bottom's output and the embeddings, beside the bottom's output;
+    or "cross", a low-rank cross network (DCN v2) on all of them side by side.
 
     inputs: `dense` [n, num_dense] and `click` [n]. Embeddings: [n, dim] for each of feature_names, as Pooled features
     give them. The initial parameters depend on the seed alone.
@@ -26,18 +31,26 @@ class DLRM(nn.Module):
         top: Sequence[int] = (256, 128),
         interaction: str = "dot",
         seed: int = 0,
+        cross_layers: int = 3,
+        cross_rank: int = 512,
     ) -> None:
         super().__init__()
-        if interaction != "dot":
-            raise ValueError(f"interaction is {interaction!r}, must be 'dot'")
+        if interaction not in INTERACTIONS:
+            raise ValueError(f"interaction is {interaction!r}, must be 'dot' or 'cross'")
         self.feature_names = tuple(feature_names)
         self.dim = dim
         generator = torch.Generator().manual_seed(seed)
         num_vectors = len(self.feature_names) + 1
-        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+        self.cross: CrossNetwork | None = None
+        width = num_vectors * dim
+        if interaction == "dot":
+            rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+            self.register_buffer("pairs", rows * num_vectors + columns, persistent=False)
+            width = dim + len(rows)
         self.bottom = _layers([num_dense, *bottom, dim], generator)
-        self.top = _layers([dim + len(rows), *top, 1], generator)
+        self.top = _layers([width, *top, 1], generator)
+        if interaction == "cross":
+            self.cross = CrossNetwork(width, cross_layers, cross_rank, generator)
 
     def forward(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
         """The sum of the samples' binary cross-entropies."""
@@ -48,16 +61,45 @@ class DLRM(nn.Module):
         """[n] logits."""
         pooled = [self._pooled(name, embeddings[name]) for name in self.feature_names]
         dense = self.bottom(inputs["dense"].to(next(self.parameters()).dtype))
+        logits: Tensor = self.top(self._interact(dense, pooled))
+        return logits.squeeze(1)
+
+    def _interact(self, dense: Tensor, pooled: list[Tensor]) -> Tensor:
+        if self.cross is not None:
+            crossed: Tensor = self.cross(torch.cat([dense, *pooled], dim=1))
+            return crossed
         vectors = torch.stack([dense, *pooled], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        logits: Tensor = self.top(torch.cat([dense, products.index_select(1, self.pairs)], dim=1))
-        return logits.squeeze(1)
+        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
 
     def _pooled(self, name: str, embedding: object) -> Tensor:
         if not isinstance(embedding, Tensor) or embedding.dim() != 2 or embedding.shape[1] != self.dim:
             what = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
             raise ValueError(f"feature {name!r} must be pooled and of dim {self.dim}, got {what}")
         return embedding
+
+
+class CrossNetwork(nn.Module):
+    """x_next = x_first * (x V U + b) + x in each layer; V [width, rank], U [rank, width]."""
+
+    def __init__(self, width: int, num_layers: int, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        if num_layers < 1 or rank < 1:
+            raise ValueError(f"cross_layers is {num_layers} and cross_rank is {rank}, both must be at least 1")
+        self.v = _matrices(num_layers, (width, rank), generator)
+        self.u = _matrices(num_layers, (rank, width), generator)
+        self.b = nn.ParameterList([nn.Parameter(torch.zeros(width)) for _ in range(num_layers)])
+
+    def forward(self, first: Tensor) -> Tensor:
+        x = first
+        for v, u, b in zip(self.v, self.u, self.b, strict=True):
+            x = first * torch.addmm(b, x @ v, u) + x
+        return x
+
+
+def _matrices(count: int, shape: tuple[int, int], generator: torch.Generator) -> nn.ParameterList:
+    matrices = [nn.init.xavier_normal_(torch.empty(shape), generator=generator) for _ in range(count)]
+    return nn.ParameterList([nn.Parameter(matrix) for matrix in matrices])
 
 
 def _layers(widths: Sequence[int], generator: torch.Generator) -> nn.Sequential:

@@ -14,8 +14,8 @@ from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.embedding.window import WINDOWS
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages

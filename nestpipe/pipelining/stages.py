@@ -19,7 +19,6 @@ from nestpipe.embedding.buffer import (
     sync_overlap,
     write_back,
 )
-from nestpipe.embedding.plan import Plans
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
@@ -40,11 +39,9 @@ class Flight:
     """None: not pulled, because the run has as many steps as it was asked for"""
     route: Route | None = None
     """None: no rank has a batch, or there was an error"""
-    plans: Plans | None = None
-    """what travels with which micro-batch"""
     buffers: list[Buffer] = field(default_factory=list)
     window: Window | None = None
-    """while it is in training"""
+    """from its retrieval to its update"""
     gradients: dict[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
     """by micro-batch, from its dense part until they are taken: of its leaves, by table"""
     overlap: list[Overlap] | None = None
@@ -117,7 +114,8 @@ class Stages:
         return self._flights.setdefault(number, Flight(number))
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so that all ranks hear."""
+        """Pulls a batch, dedups its keys, and clusters its samples into micro-batches. What goes wrong travels in the
+        route's header, so that all ranks hear."""
         flight = self.flight(op.batch)
         # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
         # say: the schedule has it wait for them.
@@ -151,13 +149,13 @@ class Stages:
             return  # on every rank: they have seen the same headers
         try:
             flight.route = route_keys(flight.request, self._num_tables, self._world.route)
-            flight.plans = None if flight.route is None else Plans.of(flight.route, self._window)
         except Exception as error:
             flight.error = error
         self._has_ended = flight.route is None
         self._num_steps_routed += flight.is_step
 
     def retrieve(self, op: Op) -> None:
+        """Rows and row state that are not in the other buffer; and the plan of the exchanges, which takes no rows."""
         flight, before = self.flight(op.batch), self.flight(op.batch - 1)
         if not flight.is_step:
             return
@@ -169,16 +167,14 @@ class Stages:
             memory = self._memory[op.batch % 2]
             flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
             flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)
+            channels = self._world.rows, self._world.gradients
+            flight.window = Window(flight.route, flight.buffers, *channels, self._window)
         except Exception as error:  # no memory, for example
             flight.error = error
 
     def begin(self, op: Op) -> None:
-        """Opens the window of a batch that is a step: from here on its rows are frozen, until the update."""
+        """From here on the rows of this batch are frozen, until the update."""
         flight = self.flight(op.batch)
-        if not flight.is_step:
-            return
-        assert flight.route is not None
-        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, flight.plans)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
 

@@ -44,6 +44,8 @@ def build(config: Config, world: World) -> Run:
         config.model.top,
         config.model.interaction,
         config.train.seed,
+        config.model.cross_layers,
+        config.model.cross_rank,
     )
     trainer = Trainer(
         model,

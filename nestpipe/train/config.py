@@ -4,14 +4,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
-from nestpipe.embedding.plan import WINDOWS
+from nestpipe.embedding.window import WINDOWS
+from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.stages import FAULTS
 from nestpipe.store.interface import MOST_ROWS
 
 DATA = ("clicks",)
 MODELS = ("dlrm",)
-INTERACTIONS = ("dot",)
 INITS = ("normal", "truncated_normal", "uniform", "constant")
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
@@ -52,6 +52,8 @@ class ModelSection:
     bottom: tuple[int, ...] = key((128,), "widths of the hidden layers under the interaction", at_least=1)
     top: tuple[int, ...] = key((256, 128), "widths of the hidden layers above the interaction", at_least=1)
     interaction: str = key("dot", "how the embeddings of a sample meet", choices=INTERACTIONS)
+    cross_layers: int = key(3, "layers of the cross network, where interaction is cross", at_least=1)
+    cross_rank: int = key(512, "rank of its matrices", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,32 @@ def test_bench_schedules_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_overlap_quick(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    done = run("bench", "overlap", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(r["schedule"], r["num_micro_batches"]) for r in records] == [("intra", 2), ("nested", 2)]
+    assert all(r["exposed_exchange_ms"] > 0 for r in records)
+    assert not [miss for miss in find_misses(load_targets("overlap"), records) if "no record answers it" in miss]
+
+
+def test_bench_attention_quick(tmp_path: Path) -> None:
+    path = tmp_path / "attention.json"
+    done = run("bench", "attention", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(r["form"], r["length"]) for r in records] == [
+        ("blocked", 64),
+        ("plain", 64),
+        ("blocked", 256),
+        ("plain", 256),
+    ]
+    assert ["speed_vs_plain" in r for r in records] == [True, False, True, False]
+    assert ["peak_bytes_per_token_vs_512" in r for r in records] == [False, False, True, False]
+    assert all(r["peak_bytes_per_token"] > 0 and r["forward_backward_ms"] > 0 for r in records)
+
+
 def test_bench_plain_quick(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     done = run("bench", "plain", "--quick", "--json", str(path))

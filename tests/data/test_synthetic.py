@@ -1,6 +1,6 @@
 """The synthetic click log: the same samples however they are asked for, and the distributions it promises.
 
-Fails, for example, if _stream numbers its words by place in the batch, if sessions go on beyond their block, or if
+Fails, for example, if stream numbers its words by place in the batch, if sessions go on beyond their block, or if
 `click` is drawn with a probability 5% higher than the one given.
 """
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.data import Batch, Jagged
+from nestpipe.data.cluster import Clustering
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Pooled, Sequence, Table
@@ -50,6 +51,8 @@ class Case:
     window: str = "once"
     steps: int = STEPS
     schedule: str = "serial"
+    method: str = "spectral"
+    """of clustering"""
 
 
 def features_of(case: Case) -> dict[str, Feature]:
@@ -115,6 +118,7 @@ def make_trainer(world: World, case: Case) -> Trainer:
         schedule=case.schedule,
         num_micro_batches=case.num_micro_batches,
         window=case.window,
+        clustering=Clustering(case.method),
         seed=3,
     )
 
@@ -127,7 +131,8 @@ def on_ranks(size: int, function, *arguments) -> list:
 def make_pipeline(world: World, case: Case, batches: list[Batch]) -> Pipeline:
     """For a loop of one's own."""
     options = {"schedule": case.schedule, "num_micro_batches": case.num_micro_batches, "window": case.window}
-    return Pipeline(features_of(case), batches, world=world, seed=3, **options)
+    clustering = Clustering(case.method)
+    return Pipeline(features_of(case), batches, world=world, clustering=clustering, seed=3, **options)
 
 
 def share_of(batches: list[Batch], world: World) -> list[Batch]:

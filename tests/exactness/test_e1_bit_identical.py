@@ -13,24 +13,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.data import Batch, Jagged
+from nestpipe.data.cluster import CLUSTER_METHODS
 from nestpipe.distributed import World
+from nestpipe.embedding.window import WINDOWS
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import OPTIMIZERS, Case, make_trainer, on_ranks, train
 from tests.ranks import run_ranks
 from tests.streams import key_streams
 
 
+def digests(world: World, case: Case) -> list[str]:
+    """Serial twice, then every other schedule, each in both windows."""
+    runs = [case, *(replace(case, schedule=s, window=w) for s in SCHEDULES for w in WINDOWS)]
+    return [train(world, run)[0] for run in runs]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "case", [Case("adam", "shared", 4, steps=8), Case("adagrad", "pooled_mean", 5, steps=8)], ids=str
 )
-def test_runs_repeat_and_windows_agree(size: int, schedule: str, case: Case) -> None:
-    first = {digest for digest, *_ in on_ranks(size, train, case)}
-    assert len(first) == 1
-    assert {digest for digest, *_ in on_ranks(size, train, replace(case, schedule=schedule))} == first
-    resent = replace(case, schedule=schedule, window="resend")
-    assert {digest for digest, *_ in on_ranks(size, train, resent)} == first
+def test_runs_repeat_and_windows_agree(size: int, case: Case) -> None:
+    assert len({digest for of_rank in on_ranks(size, digests, case) for digest in of_rank}) == 1
 
 
 def stream_batches(stream: str, world: World) -> list[Batch]:
@@ -50,43 +53,74 @@ def keys_batch(keys: torch.Tensor) -> Batch:
 
 def train_stream(world: World, stream: str, case: Case) -> tuple[str, int, int]:
     trainer = make_trainer(world, case)
+    trainer.check_split = False
     result = trainer.fit(stream_batches(stream, world))
     return trainer.digest(), len(result.losses), result.num_skipped
 
 
 STREAMS = [*key_streams(), "one_rank_empty"]
+NUM_MICRO_BATCHES = (1, 2, 5, 8)
 
 
-def train_streams(world: World, optimizer: str, window: str) -> dict[tuple[str, int], list[tuple[str, int, int]]]:
-    """By stream and number of micro-batches: what each schedule ends with, serial first."""
-    results = {}
-    for stream in STREAMS:
-        for num_micro_batches in (1, 4):
-            case = Case(optimizer, "shared", num_micro_batches, window)
-            runs = [train_stream(world, stream, replace(case, schedule=schedule)) for schedule in SCHEDULES]
-            results[stream, num_micro_batches] = runs
+def runs_of(case: Case) -> list[Case]:
+    """The oracle first, then all that must end as it does."""
+    return [replace(case, schedule=s, window=w) for s in SCHEDULES for w in WINDOWS]
+
+
+def some_of(case: Case, number: int) -> list[Case]:
+    """The oracle and every other schedule, in one window each."""
+    others = [s for s in SCHEDULES if s != "serial"]
+    windows = [WINDOWS[(number + i) % 2] for i in range(len(others))]
+    return [case, *(replace(case, schedule=s, window=w) for s, w in zip(others, windows, strict=True))]
+
+
+def train_some(world: World, optimizer: str, first: int) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    """Each stream twice, with another number of micro-batches, window and clustering each time."""
+    results = []
+    for i, stream in enumerate(STREAMS):
+        for number in (first + i, first + i + 2):
+            method = CLUSTER_METHODS[number % 3]
+            case = Case(optimizer, "shared", NUM_MICRO_BATCHES[number % 4], method=method)
+            results.append((stream, [train_stream(world, stream, run) for run in some_of(case, number)]))
     return results
 
 
-def some_slow(size: int, optimizer: str) -> object:
-    """All optimizers at 1 and 2 ranks, and one each at 3 and 4; `make test-slow` has the rest."""
-    is_slow = size > 2 and (size, optimizer) not in ((3, "adam"), (4, "own"))
-    return pytest.param(size, optimizer, marks=pytest.mark.slow if is_slow else ())
+def train_all(world: World, optimizer: str, num_micro_batches: int) -> list[tuple[str, list[tuple[str, int, int]]]]:
+    """Each stream with every clustering, in every schedule and both windows."""
+    methods = CLUSTER_METHODS if num_micro_batches > 1 else ("none",)
+    results = []
+    for stream in STREAMS:
+        for method in methods:
+            case = Case(optimizer, "shared", num_micro_batches, method=method)
+            results.append((stream, [train_stream(world, stream, run) for run in runs_of(case)]))
+    return results
 
 
-@pytest.mark.parametrize(
-    ("size", "optimizer"), [some_slow(size, optimizer) for size in (1, 2, 3, 4) for optimizer in OPTIMIZERS]
-)
-def test_streams(size: int, optimizer: str) -> None:
-    """Empty batches, empty ranks, ragged ends: no hang, nothing dropped, the same on every rank in every schedule."""
-    window = "once" if size % 2 else "resend"
-    first, *others = on_ranks(size, train_streams, optimizer, window)
+def check_streams(results: list[list[tuple[str, list[tuple[str, int, int]]]]]) -> None:
+    first, *others = results
     assert all(other == first for other in others)
-    for (stream, _), runs in first.items():
-        assert runs == [runs[0]] * len(SCHEDULES), stream
+    for stream, runs in first:
+        assert runs == [runs[0]] * len(runs), stream
         num_batches = len(key_streams()["random" if stream == "one_rank_empty" else stream])
         num_empty = sum(len(keys) == 0 for keys in key_streams().get(stream, []))
         assert runs[0][1:] == (num_batches - num_empty, num_empty)
+
+
+SOME = [(1, "adam"), (1, "sgd"), (2, "adagrad"), (2, "rowwise_adagrad"), (3, "adam"), (4, "own")]
+
+
+@pytest.mark.parametrize(("size", "optimizer"), SOME)
+def test_streams(size: int, optimizer: str) -> None:
+    """Empty batches, empty ranks, ragged ends: no hang, nothing dropped, the same on every rank in every schedule."""
+    check_streams(on_ranks(size, train_some, optimizer, SOME.index((size, optimizer))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_micro_batches", NUM_MICRO_BATCHES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_streams_everywhere(size: int, optimizer: str, num_micro_batches: int) -> None:
+    check_streams(on_ranks(size, train_all, optimizer, num_micro_batches))
 
 
 BATCHES_OF_RANKS = st.lists(  # for each batch, for each of three ranks, some keys or no batch at all

@@ -1,7 +1,7 @@
 """DLRM against a slow version in plain Python loops: logits, loss, and every gradient.
 
 Fails, for example, if the products are taken of the upper triangle or with the diagonal, if the bottom's output is not
-handed to the top, if a ReLU follows the last layer, or if the loss is a mean.
+handed to the top, if a ReLU follows the last layer, if a cross layer forgets its input, or if the loss is a mean.
 """
 
 import math
@@ -15,6 +15,9 @@ from nestpipe.models import DLRM
 
 NAMES = ("a", "b", "c")
 DIM, NUM_DENSE = 4, 5
+
+
+CROSS = {"interaction": "cross", "cross_layers": 2, "cross_rank": 3}
 
 
 def make(seed: int = 1, **options) -> DLRM:
@@ -40,11 +43,24 @@ def slow_layers(parameters: dict[str, list], prefix: str, x: list[float]) -> lis
     return x
 
 
+def slow_cross(parameters: dict[str, list], first: list[float]) -> list[float]:
+    x = first
+    for number in range(CROSS["cross_layers"]):
+        v, u, b = (parameters[f"cross.{name}.{number}"] for name in "vub")
+        inner = [sum(x[i] * v[i][r] for i in range(len(x))) for r in range(len(u))]
+        outer = [b[i] + sum(inner[r] * u[r][i] for r in range(len(u))) for i in range(len(x))]
+        x = [first[i] * outer[i] + x[i] for i in range(len(x))]
+    return x
+
+
 def slow_logits(parameters: dict[str, list], embeddings: dict[str, list], dense: list) -> list[float]:
     logits = []
     for sample in range(len(dense)):
         bottom = slow_layers(parameters, "bottom", dense[sample])
         vectors = [bottom, *(embeddings[name][sample] for name in NAMES)]
+        if "cross.b.0" in parameters:
+            logits.append(slow_layers(parameters, "top", slow_cross(parameters, [x for v in vectors for x in v]))[0])
+            continue
         products = [sum(vectors[i][d] * vectors[j][d] for d in range(DIM)) for i in range(4) for j in range(i)]
         logits.append(slow_layers(parameters, "top", bottom + products)[0])
     return logits
@@ -72,8 +88,9 @@ def slope(numbers: list, place: tuple[int, ...], loss, width: float = 1e-6) -> f
     return (losses[0] - losses[1]) / (2 * width)
 
 
-def test_logits_and_loss_equal_the_slow_version() -> None:
-    model = make().double()
+@pytest.mark.parametrize("options", [{}, CROSS], ids=["dot", "cross"])
+def test_logits_and_loss_equal_the_slow_version(options: dict) -> None:
+    model = make(**options).double()
     for parameter in model.parameters():  # biases too
         nn.init.uniform_(parameter, -0.5, 0.5, generator=torch.Generator().manual_seed(parameter.numel()))
     embeddings, inputs = make_inputs(9)
@@ -85,8 +102,9 @@ def test_logits_and_loss_equal_the_slow_version() -> None:
     assert loss.item() == pytest.approx(slow_loss(parameters, as_lists(embeddings), as_lists(inputs)), rel=1e-12)
 
 
-def test_every_gradient_equals_that_of_the_slow_version() -> None:
-    model = make().double()
+@pytest.mark.parametrize("options", [{}, CROSS], ids=["dot", "cross"])
+def test_every_gradient_equals_that_of_the_slow_version(options: dict) -> None:
+    model = make(**options).double()
     embeddings, inputs = make_inputs(3)
     leaves = {name: value.requires_grad_() for name, value in embeddings.items()}
     model(leaves, inputs).backward()
@@ -117,13 +135,13 @@ def test_float32_and_an_empty_micro_batch() -> None:
 def test_parameters_depend_on_the_seed_alone() -> None:
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    one = make(seed=1).state_dict()
+    one = make(seed=1, **CROSS).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(456)
-    same, other = make(seed=1).state_dict(), make(seed=2).state_dict()
+    same, other = make(seed=1, **CROSS).state_dict(), make(seed=2, **CROSS).state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
-    weights = [name for name in one if name.endswith("weight")]
-    assert len(weights) == 5
+    weights = [name for name in one if name.endswith("weight") or name.startswith(("cross.u", "cross.v"))]
+    assert len(weights) == 5 + 2 * CROSS["cross_layers"]
     assert not any(torch.equal(one[name], other[name]) for name in weights)
     assert not one["top.0.weight"].isnan().any()
 
@@ -140,8 +158,10 @@ def test_shapes_and_state() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="interaction is 'cross'"):
-        make(interaction="cross")
+    with pytest.raises(ValueError, match="interaction is 'sum', must be 'dot' or 'cross'"):
+        make(interaction="sum")
+    with pytest.raises(ValueError, match="cross_layers is 0 and cross_rank is 512"):
+        make(interaction="cross", cross_layers=0)
     embeddings, inputs = make_inputs(2)
     for wrong, text in ((torch.zeros(2, DIM + 1), r"\[2, 5\]"), ([0.0], "list")):
         with pytest.raises(ValueError, match=f"feature 'b' must be pooled and of dim 4, got {text}"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.embedding.plan import WINDOWS
+from nestpipe.embedding.window import WINDOWS
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 
@@ -28,8 +28,8 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, distributed, "
-    "evaluate, logging, checkpoint"
+    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, "
+    "distributed, evaluate, logging, checkpoint"
 )
 
 

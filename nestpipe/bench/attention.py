@@ -1,0 +1,121 @@
+"""`bench attention`: the blocked form of attention against the plain one, forward and backward.
+
+Memory: the growth of the process's resident memory at its peak, in a fresh process, after a first run on a short
+sequence has loaded what any run needs; inputs are there before, outputs and gradients count. Time: in pairs, both forms
+in one process. All lengths have the same number of tokens, in sequences of full length.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.pairs import compare
+from nestpipe.bench.report import Record
+from nestpipe.ops.attention import ATTENTION_FORMS, fuxi_attention, hstu_attention
+from nestpipe.ops.sequences import BLOCK, NUM_TIME_BUCKETS, Sequences
+
+SEED = 1
+NUM_TOKENS = 4096
+LENGTHS = (512, 1024, 2048)
+NUM_HEADS, DIM_QK, DIM_V = 4, 32, 32
+NUM_PAIRS = 15
+LARGEST_GAP_SECONDS = 100_000
+OPS = {"hstu": hstu_attention, "fuxi": fuxi_attention}
+
+
+def records(quick: bool) -> Iterator[Record]:
+    """A quick run has fewer of them: a fresh process takes seconds to start."""
+    scale, num_pairs = (8, 2) if quick else (1, NUM_PAIRS)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    for method in ("hstu",) if quick else OPS:
+        yield from _records_of(method, (LENGTHS[0], LENGTHS[-1]) if quick else LENGTHS, scale, num_pairs)
+
+
+def _records_of(method: str, lengths: tuple[int, ...], scale: int, num_pairs: int) -> Iterator[Record]:
+    num_tokens = NUM_TOKENS // scale
+    per_token: dict[tuple[str, int], float] = {}
+    for length in lengths:
+        times = _milliseconds(method, length // scale, num_tokens, num_pairs)
+        for form in ATTENTION_FORMS:
+            peak = in_fresh_process(_peak_bytes, method, form, length // scale, num_tokens)
+            per_token[form, length] = peak / num_tokens
+            yield {
+                **_identity(method, form, length // scale, num_tokens, num_pairs),
+                "peak_bytes_per_token": per_token[form, length],
+                **(_growth(per_token, length) if form == "blocked" else {}),
+                **times[form],
+            }
+
+
+def _identity(method: str, form: str, length: int, num_tokens: int, num_pairs: int) -> Record:
+    return {
+        "method": method,
+        "form": form,
+        "length": length,
+        "num_tokens": num_tokens,
+        "num_heads": NUM_HEADS,
+        "dim_qk": DIM_QK,
+        "dim_v": DIM_V,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "deterministic": True,
+        "num_pairs": num_pairs,
+        "seed": SEED,
+    }
+
+
+def _growth(per_token: dict[tuple[str, int], float], length: int) -> Record:
+    """Of the longest sequences against the shortest: what the target is about."""
+    if length != LENGTHS[-1]:
+        return {}
+    return {"peak_bytes_per_token_vs_512": per_token["blocked", length] / per_token["blocked", LENGTHS[0]]}
+
+
+class _Work:
+    """Forward and backward of one form, on inputs that are there already."""
+
+    def __init__(self, method: str, length: int, num_tokens: int) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        num_samples = num_tokens // length
+        gaps = torch.randint(LARGEST_GAP_SECONDS, (num_samples, length + 1), generator=generator)
+        self.offsets, self.times = torch.arange(num_samples + 1) * length, gaps.cumsum(1)
+        self.op: Callable[..., Tensor] = OPS[method]
+        dims = (DIM_QK, DIM_QK, DIM_V)
+        shapes = [*((num_tokens, NUM_HEADS, dim) for dim in dims), (2 * length - 1,), (NUM_TIME_BUCKETS,)]
+        self.leaves = [torch.randn(shape, generator=generator).mul_(0.1).requires_grad_() for shape in shapes]
+        width = DIM_V if method == "hstu" else 3 * DIM_V
+        self.gradient = torch.randn(num_tokens, NUM_HEADS, width, generator=generator)
+
+    def __call__(self, form: str) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.op(*self.leaves, Sequences(self.offsets, self.times), form).backward(self.gradient)
+
+
+def _peak_bytes(method: str, form: str, length: int, num_tokens: int) -> int:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    _Work(method, BLOCK, BLOCK)(form)
+    work = _Work(method, length, num_tokens)
+    before = resident_bytes()
+    reset_peak()
+    work(form)
+    return peak_bytes() - before
+
+
+def _milliseconds(method: str, length: int, num_tokens: int, num_pairs: int) -> dict[str, Record]:
+    """By form; the blocked form's speed is the median of the pairs."""
+    work = _Work(method, length, num_tokens)
+    comparison = compare(lambda: work("blocked"), lambda: work("plain"), num_pairs)
+    return {
+        "plain": {"forward_backward_ms": statistics.median(comparison.baseline) * 1e3},
+        "blocked": {
+            "forward_backward_ms": statistics.median(comparison.ours) * 1e3,
+            **comparison.fields("speed_vs_plain"),
+        },
+    }

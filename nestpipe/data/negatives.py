@@ -1,0 +1,75 @@
+"""Negatives: keys drawn uniformly from a corpus when a batch is read, a feature like any other."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.dataset import Dataset
+from nestpipe.data.draws import following, stream
+
+NEGATIVES_PER = ("position", "sample")
+
+
+class WithNegatives(Dataset):
+    """A dataset with one feature more, `negatives`: num_negatives for each key of `history`, or for each sample.
+
+    Each is a key of the corpus, all equally likely, the next item among them: the loss leaves it out. What is drawn
+    depends on the seed and the sample's position alone, whatever the number of ranks. corpus: the keys; a number stands
+    for the keys 0 .. number - 1.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        corpus: Tensor | int,
+        num_negatives: int = 128,
+        per: str = "position",
+        seed: int = 0,
+        history: str = "history",
+        name: str = "negatives",
+    ) -> None:
+        num_keys = corpus if isinstance(corpus, int) else len(corpus)
+        if num_keys < 1 or num_negatives < 1:
+            raise ValueError(
+                f"the corpus has {num_keys} keys and num_negatives is {num_negatives}; both must be at least 1"
+            )
+        if isinstance(corpus, Tensor) and (corpus.dtype != torch.int64 or corpus.dim() != 1):
+            raise ValueError(
+                f"the corpus must be a 1-dimensional int64 tensor, got {corpus.dtype} {list(corpus.shape)}"
+            )
+        if per not in NEGATIVES_PER:
+            raise ValueError(f"negatives are drawn per 'position' or per 'sample', not per {per!r}")
+        self.dataset = dataset
+        self.corpus = None if isinstance(corpus, int) else corpus
+        self.num_keys = num_keys
+        self.num_negatives = num_negatives
+        self.per = per
+        self.seed = seed
+        self.history = history
+        self.name = name
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.dataset.num_samples
+
+    def samples(self, first: int, count: int) -> Batch:
+        batch = self.dataset.samples(first, count)
+        if self.name in batch.keys or self.history not in batch.keys:
+            raise ValueError(
+                f"negatives need a feature {self.history!r} and add a feature {self.name!r}; there are "
+                f"{sorted(batch.keys)}"
+            )
+        return replace(batch, keys={**batch.keys, self.name: self._negatives(first, batch.keys[self.history])})
+
+    def _negatives(self, first: int, history: Jagged) -> Jagged:
+        units = history.lengths if self.per == "position" else torch.ones_like(history.lengths)
+        counts = units * self.num_negatives
+        positions = np.arange(first, first + len(history))
+        words = following(stream("negatives", self.seed, positions), counts.numpy())
+        # 53 bits are exact in double; a corpus has far fewer keys, so that none is favoured by more than 2^-20.
+        drawn = torch.from_numpy(((words >> 11) * (self.num_keys * 2.0**-53)).astype(np.int64))
+        keys = drawn if self.corpus is None else self.corpus[drawn]
+        return Jagged(keys, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))

@@ -1,0 +1,139 @@
+"""The blocked forms of attention: scores of a few pairs of blocks at a time, made again in backward.
+
+The order of summation is fixed: a query's sum runs over its blocks of keys from the nearest to the farthest, a key's
+gradient over its blocks of queries likewise, whatever other samples are in the batch. Gradients of w_pos and w_ts are
+summed within a pair of blocks, then over pairs in order.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestpipe.ops.sequences import Blocks, Pairs
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class BlockedHstu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
+        ctx.save_for_backward(q, k, v, w_pos, w_ts)
+        ctx.blocks = blocks
+        q, k, v = (blocks.by_head(x) for x in (q, k, v))
+        out = torch.zeros_like(v)
+        for pairs in blocks.pairs(q.shape[1]):
+            scores, _ = _hstu_scores(q[pairs.queries], k[pairs.keys], w_pos, w_ts, blocks, pairs)
+            weights = _causal(F.silu(scores, inplace=True), pairs)
+            out.index_add_(0, pairs.queries, weights @ v[pairs.keys])
+        return blocks.from_heads(out.div_(blocks.max_length))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors
+        q, k, v = (blocks.by_head(x) for x in (q, k, v))
+        d_out = blocks.by_head(gradient).div_(blocks.max_length)
+        d_q, d_k, d_v, d_pos, d_ts = map(torch.zeros_like, (q, k, v, w_pos, w_ts))
+        for pairs in blocks.pairs(q.shape[1]):
+            of_q, of_k, of_v, of_out = q[pairs.queries], k[pairs.keys], v[pairs.keys], d_out[pairs.queries]
+            scores, buckets = _hstu_scores(of_q, of_k, w_pos, w_ts, blocks, pairs)
+            d_scores = _causal(_silu_backward(of_out @ of_v.transpose(2, 3), scores), pairs)
+            weights = _causal(F.silu(scores, inplace=True), pairs)
+            d_v.index_add_(0, pairs.keys, weights.transpose(2, 3) @ of_out)
+            d_q.index_add_(0, pairs.queries, d_scores @ of_k)
+            d_k.index_add_(0, pairs.keys, d_scores.transpose(2, 3) @ of_q)
+            d_biases = d_scores.sum(1)
+            _add_position_gradient(d_pos, d_biases, blocks, pairs)
+            _add_time_gradient(d_ts, d_biases, buckets)
+        return *(blocks.from_heads(x) for x in (d_q, d_k, d_v)), d_pos, d_ts, None
+
+
+class BlockedFuxi(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
+        ctx.save_for_backward(q, k, v, w_pos, w_ts)
+        ctx.blocks = blocks
+        # Weights of position and time are the same for all heads: there the heads' values stand side by side.
+        wide, heads, shape = blocks.all_heads(v), v.shape[1], v.shape
+        q, k, v = (blocks.by_head(x) for x in (q, k, v))
+        by_position, by_time, by_score = torch.zeros_like(wide), torch.zeros_like(wide), torch.zeros_like(v)
+        for pairs in blocks.pairs(heads):
+            of_wide = wide[pairs.keys]
+            b_pos, b_ts, _ = _fuxi_biases(w_pos, w_ts, blocks, pairs)
+            by_position.index_add_(0, pairs.queries, b_pos @ of_wide)
+            by_time.index_add_(0, pairs.queries, b_ts @ of_wide)
+            weights = _causal(F.silu(q[pairs.queries] @ k[pairs.keys].transpose(2, 3), inplace=True), pairs)
+            by_score.index_add_(0, pairs.queries, weights @ v[pairs.keys])
+        parts = [blocks.take(x.flatten(0, 1)).view(shape) for x in (by_position, by_time)]
+        return torch.cat([*parts, blocks.from_heads(by_score.div_(blocks.max_length))], dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+        blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors
+        d_position, d_time, d_score = gradient.split(v.shape[2], dim=2)
+        wide, d_position, d_time = (blocks.all_heads(x) for x in (v, d_position, d_time))
+        shape = v.shape
+        q, k, v, d_score = (blocks.by_head(x) for x in (q, k, v, d_score))
+        d_score.div_(blocks.max_length)
+        d_q, d_k, d_v, d_wide, d_pos, d_ts = map(torch.zeros_like, (q, k, v, wide, w_pos, w_ts))
+        for pairs in blocks.pairs(q.shape[1]):
+            of_wide, of_position, of_time = wide[pairs.keys], d_position[pairs.queries], d_time[pairs.queries]
+            b_pos, b_ts, buckets = _fuxi_biases(w_pos, w_ts, blocks, pairs)
+            d_wide.index_add_(0, pairs.keys, (b_pos.transpose(1, 2) @ of_position).add_(b_ts.transpose(1, 2) @ of_time))
+            _add_position_gradient(d_pos, _causal(of_position @ of_wide.transpose(1, 2), pairs), blocks, pairs)
+            _add_time_gradient(d_ts, _causal(of_time @ of_wide.transpose(1, 2), pairs), buckets)
+
+            of_q, of_k, of_v, of_score = q[pairs.queries], k[pairs.keys], v[pairs.keys], d_score[pairs.queries]
+            scores = of_q @ of_k.transpose(2, 3)
+            d_scores = _causal(_silu_backward(of_score @ of_v.transpose(2, 3), scores), pairs)
+            weights = _causal(F.silu(scores, inplace=True), pairs)
+            d_v.index_add_(0, pairs.keys, weights.transpose(2, 3) @ of_score)
+            d_q.index_add_(0, pairs.queries, d_scores @ of_k)
+            d_k.index_add_(0, pairs.keys, d_scores.transpose(2, 3) @ of_q)
+        d_values = blocks.from_heads(d_v).add_(blocks.take(d_wide.flatten(0, 1)).view(shape))
+        return blocks.from_heads(d_q), blocks.from_heads(d_k), d_values, d_pos, d_ts, None
+
+
+def _hstu_scores(
+    of_q: Tensor, of_k: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks, pairs: Pairs
+) -> tuple[Tensor, Tensor]:
+    """[pairs, heads, size, size] scores, [pairs, size, size] buckets of time"""
+    b_pos, b_ts, buckets = _biases(w_pos, w_ts, blocks, pairs)
+    return (of_q @ of_k.transpose(2, 3)).add_(b_ts.add_(b_pos)[:, None]), buckets
+
+
+def _fuxi_biases(w_pos: Tensor, w_ts: Tensor, blocks: Blocks, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """[pairs, size, size] each, zero where a key lies behind its query; and the buckets of time"""
+    b_pos, b_ts, buckets = _biases(w_pos, w_ts, blocks, pairs)
+    return _causal(b_pos, pairs).expand_as(b_ts), _causal(b_ts, pairs), buckets
+
+
+def _biases(w_pos: Tensor, w_ts: Tensor, blocks: Blocks, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """[size, size], [pairs, size, size], and the buckets of time"""
+    index, buckets = blocks.position_index(pairs.distance), blocks.time_buckets(pairs)
+    b_pos = w_pos.index_select(0, index.flatten()).view_as(index)
+    return b_pos, w_ts.index_select(0, buckets.flatten()).view_as(buckets), buckets
+
+
+def _causal(weights: Tensor, pairs: Pairs) -> Tensor:
+    """In place: zeros where a key lies behind its query, which happens only where both are of one block."""
+    return weights.tril_() if pairs.distance == 0 else weights
+
+
+def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.silu_backward(gradient, x)
+    return result
+
+
+def _add_position_gradient(d_pos: Tensor, d_biases: Tensor, blocks: Blocks, pairs: Pairs) -> None:
+    """d_biases [pairs, size, size]"""
+    d_pos.index_add_(0, blocks.position_index(pairs.distance).flatten(), d_biases.sum(0).flatten())
+
+
+def _add_time_gradient(d_ts: Tensor, d_biases: Tensor, buckets: Tensor) -> None:
+    """Sums of a few pairs first: fewer numbers are added to a large one."""
+    d_ts.add_(torch.zeros_like(d_ts).index_add_(0, buckets.flatten(), d_biases.flatten()))

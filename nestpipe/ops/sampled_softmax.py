@@ -1,0 +1,163 @@
+"""Sampled softmax of each token's next item against negatives, over the distinct rows of a micro-batch.
+
+A token's logits are the cosines of its output with the row of its next item and with those of its negatives, divided by
+the temperature; a negative that is the next item itself is left out. Two forms: "plain", the reference, gathers
+[num_tokens, negatives, dim]; "blocked" a few tokens at a time. That makes the gradients on the way, while the gathered
+rows are at hand, and keeps nothing of them: the loss is a sum, so that backward has only to scale them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestpipe.ops.sequences import BLOCK, Sequences
+
+NEGATIVES_PER = ("position", "sample")
+SMALLEST_NORM = 1e-6
+GATHERED_ELEMENTS = 2**19
+"""elements of rows gathered at a time"""
+
+
+def sampled_softmax(
+    outputs: Tensor,
+    rows: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    sequences: Sequences,
+    negatives_per: str = "position",
+    temperature: float = 0.05,
+    form: str = "blocked",
+) -> Tensor:
+    """The sum over tokens of -log softmax of the next item's logit.
+
+    outputs [num_tokens, dim]; rows [m, dim]; positives [num_tokens] and negatives index rows. Negatives are those of
+    token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many.
+    """
+    of_each = _of_each(negatives, sequences, negatives_per)
+    outputs, rows = unit(outputs), unit(rows)
+    if form == "plain":
+        return _plain(outputs, rows, positives, of_each, sequences, negatives_per, temperature)
+    units, work = _units(outputs, positives, of_each, sequences, negatives_per)
+    is_trained = torch.is_grad_enabled() and (units.requires_grad or rows.requires_grad)
+    loss: Tensor = _Blocked.apply(units, rows, work, temperature, is_trained)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Of length 1, as scores are computed from them."""
+    return F.normalize(vectors, dim=-1, eps=SMALLEST_NORM)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Tokens in units that share their negatives."""
+
+    positives: Tensor
+    """[units, tokens]"""
+    is_token: Tensor
+    """[units, tokens] 1, or 0 for what fills up"""
+    negatives: Tensor
+    """[lists, negatives]"""
+    lists: Tensor
+    """[units] list of each unit"""
+
+
+def _units(
+    outputs: Tensor, positives: Tensor, negatives: Tensor, sequences: Sequences, negatives_per: str
+) -> tuple[Tensor, _Work]:
+    """[units, tokens, dim], and what belongs to them."""
+    is_token = torch.ones_like(positives)
+    if negatives_per == "position":
+        numbers = torch.arange(len(positives), device=positives.device)
+        return outputs[:, None], _Work(positives[:, None], is_token[:, None], negatives, numbers)
+    blocks = sequences.in_blocks(min(BLOCK, sequences.max_length))
+    shape = (blocks.num_blocks, blocks.size)
+    work = _Work(
+        blocks.place(positives).view(shape),
+        blocks.place(is_token).view(shape),
+        negatives,
+        blocks.samples.to(positives.device),
+    )
+    return blocks.place(outputs).view(*shape, outputs.shape[1]), work
+
+
+def _of_each(negatives: Tensor, sequences: Sequences, negatives_per: str) -> Tensor:
+    """[num_tokens or num_samples, negatives]"""
+    if negatives_per not in NEGATIVES_PER:
+        raise ValueError(f"negatives_per is {negatives_per!r}, must be 'position' or 'sample'")
+    count = sequences.num_tokens if negatives_per == "position" else len(sequences.lengths)
+    if count == 0:
+        return negatives.new_zeros(0, 1)
+    if len(negatives) == 0 or len(negatives) % count != 0:
+        raise ValueError(
+            f"there are {len(negatives)} negatives for {count} {negatives_per}s; each must have the same number of them"
+        )
+    return negatives.view(count, -1)
+
+
+def _plain(
+    outputs: Tensor,
+    rows: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    sequences: Sequences,
+    negatives_per: str,
+    temperature: float,
+) -> Tensor:
+    if negatives_per == "sample":
+        negatives = negatives.index_select(0, sequences.samples)
+    choices = torch.cat([positives[:, None], negatives], dim=1)
+    logits = (F.embedding(choices, rows) @ outputs[:, :, None]).squeeze(2) / temperature
+    is_positive = choices == positives[:, None]
+    is_positive[:, 0] = False
+    logits = logits.masked_fill(is_positive, float("-inf"))
+    return (logits.logsumexp(1) - logits[:, 0]).sum()
+
+
+class _Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, units: Tensor, rows: Tensor, work: _Work, temperature: float, is_trained: bool) -> Tensor:
+        total = units.new_zeros(())
+        d_units, d_rows = (torch.zeros_like(x) if is_trained else None for x in (units, rows))
+        for part in _parts(work, rows.shape[1]):
+            x, positives, is_token = units[part], work.positives[part], work.is_token[part]
+            negatives = work.negatives.index_select(0, work.lists[part])
+            of_positives = _gather(rows, positives)
+            of_negatives = _gather(rows, negatives)
+            logits = torch.cat([(x * of_positives).sum(2, keepdim=True), x @ of_negatives.transpose(1, 2)], dim=2)
+            logits.div_(temperature)
+            logits[:, :, 1:].masked_fill_(negatives[:, None, :] == positives[:, :, None], float("-inf"))
+            logarithms = logits.logsumexp(2)
+            total += ((logarithms - logits[:, :, 0]) * is_token).sum()
+            if d_units is None or d_rows is None:
+                continue
+            slopes = logits.sub_(logarithms[:, :, None]).exp_()
+            slopes[:, :, 0] -= 1
+            slopes.div_(temperature)  # of what fills up, too: its x is zero, and its own gradient is never read
+            of_positive, of_others = slopes[:, :, :1], slopes[:, :, 1:]
+            d_units[part] = of_positive * of_positives + of_others @ of_negatives
+            d_rows.index_add_(0, positives.flatten(), (of_positive * x).flatten(0, 1))
+            d_rows.index_add_(0, negatives.flatten(), (of_others.transpose(1, 2) @ x).flatten(0, 1))
+        if d_units is not None and d_rows is not None:
+            ctx.save_for_backward(d_units, d_rows)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        d_units, d_rows = ctx.saved_tensors
+        return d_units * gradient, d_rows * gradient, None, None, None
+
+
+def _parts(work: _Work, dim: int) -> list[slice]:
+    num_units, tokens = work.positives.shape
+    at_a_time = max(1, GATHERED_ELEMENTS // (work.negatives.shape[1] * max(dim, tokens)))
+    return [slice(first, first + at_a_time) for first in range(0, num_units, at_a_time)]
+
+
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])

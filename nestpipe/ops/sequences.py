@@ -1,0 +1,165 @@
+"""Jagged sequences of tokens: where each token lies, when it was, and the same tokens in blocks of equal size."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+NUM_TIME_BUCKETS = 129
+BLOCK = 64
+"""tokens in a block"""
+PAIR_ELEMENTS = 2**18
+"""Scores worked on at a time: few enough to stay in a core's own memory, enough to make a call worth while."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sample s has the tokens offsets[s] .. offsets[s + 1] - 1, at most max_length of them."""
+
+    offsets: Tensor
+    """[num_samples + 1] int64"""
+    times: Tensor
+    """[num_samples, max_length + 1] int64: of each token, then of what follows the last; the rest is not used"""
+
+    def __post_init__(self) -> None:
+        num_samples = len(self.offsets) - 1
+        if self.times.dim() != 2 or len(self.times) != num_samples or self.times.shape[1] < 2:
+            raise ValueError(
+                f"times must have a line for each of {num_samples} samples and max_length + 1 columns, "
+                f"got {list(self.times.shape)}"
+            )
+        if self.times.is_floating_point():
+            raise ValueError(f"times must be integers, got {self.times.dtype}")
+        longest = max(self.lengths, default=0)
+        if longest > self.max_length:
+            raise ValueError(f"a sequence has {longest} tokens; the longest allowed has {self.max_length}")
+
+    @property
+    def max_length(self) -> int:
+        return int(self.times.shape[1]) - 1
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        lengths: list[int] = self.offsets.diff().tolist()
+        return lengths
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """[num_tokens] sample of each token"""
+        numbers = torch.arange(len(self.lengths), device=self.offsets.device)
+        return torch.repeat_interleave(numbers, self.offsets.diff(), output_size=self.num_tokens)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[num_tokens] place of each token in its sample, from 0"""
+        numbers = torch.arange(self.num_tokens, device=self.offsets.device)
+        return numbers - self.offsets.index_select(0, self.samples)
+
+    @cached_property
+    def is_last(self) -> Tensor:
+        """[num_tokens] whether a token is the last of its sample"""
+        numbers = torch.arange(self.num_tokens, device=self.offsets.device)
+        return numbers + 1 == self.offsets.index_select(0, self.samples + 1)
+
+    def in_blocks(self, size: int) -> "Blocks":
+        """Cut into blocks of `size` tokens; the same object for the same size, so that layers share it."""
+        if size not in self._blocks:
+            self._blocks[size] = Blocks(self, size)
+        return self._blocks[size]
+
+    @cached_property
+    def _blocks(self) -> "dict[int, Blocks]":
+        return {}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Blocks of queries and the blocks of keys that lie `distance` blocks before them. No block comes twice."""
+
+    queries: Tensor
+    keys: Tensor
+    distance: int
+
+
+class Blocks:
+    """Every sample cut into blocks of `size` tokens, the last one filled up with zeros; a sample begins a block.
+
+    A token that fills up stands behind all others of its sample, so that in causal attention no other looks at it, and
+    what it looks at itself is never read.
+    """
+
+    def __init__(self, sequences: Sequences, size: int) -> None:
+        self.size = size
+        self.max_length = sequences.max_length
+        device = sequences.offsets.device
+        num_blocks = [-(-length // size) for length in sequences.lengths]
+        self.num_blocks = sum(num_blocks)
+        self.most_blocks = max(num_blocks, default=0)
+        """of one sample"""
+        self.samples = torch.tensor([s for s, n in enumerate(num_blocks) for _ in range(n)], dtype=torch.int64)
+        """[num_blocks] sample of each block"""
+        self.numbers = torch.tensor([i for n in num_blocks for i in range(n)], dtype=torch.int64)
+        """[num_blocks] number of each block in its sample"""
+        first = torch.tensor([0, *num_blocks]).cumsum(0)[:-1].to(device)
+        self.slots = first.index_select(0, sequences.samples) * size + sequences.places
+        """[num_tokens] where each token lies"""
+        at = sequences.samples * (sequences.max_length + 1) + sequences.places
+        times = sequences.times.flatten()
+        self.key_times = self.place(times.index_select(0, at)).view(-1, size)
+        # A query knows when the next item comes, which is what it has to predict.
+        self.query_times = self.place(times.index_select(0, at + 1)).view(-1, size)
+
+    def place(self, tokens: Tensor) -> Tensor:
+        """[num_tokens, ...] -> [num_blocks * size, ...]"""
+        return tokens.new_zeros(self.num_blocks * self.size, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
+
+    def take(self, placed: Tensor) -> Tensor:
+        """[num_blocks * size, ...] -> [num_tokens, ...]"""
+        return placed.index_select(0, self.slots)
+
+    def by_head(self, tokens: Tensor) -> Tensor:
+        """[num_tokens, heads, dim] -> [num_blocks, heads, size, dim]"""
+        placed = self.place(tokens).view(self.num_blocks, self.size, *tokens.shape[1:])
+        return placed.transpose(1, 2).contiguous()
+
+    def from_heads(self, blocks: Tensor) -> Tensor:
+        """[num_blocks, heads, size, dim] -> [num_tokens, heads, dim]"""
+        return self.take(blocks.transpose(1, 2).flatten(0, 1))
+
+    def all_heads(self, tokens: Tensor) -> Tensor:
+        """[num_tokens, heads, dim] -> [num_blocks, size, heads * dim]"""
+        return self.place(tokens).view(self.num_blocks, self.size, tokens.shape[1] * tokens.shape[2])
+
+    def pairs(self, num_heads: int) -> Iterator[Pairs]:
+        """All of them, a few at a time, by distance: a query meets near keys first, whatever samples are beside it."""
+        at_a_time = max(1, PAIR_ELEMENTS // (num_heads * self.size**2))
+        device = self.slots.device
+        for distance in range(self.most_blocks):
+            for queries in (self.numbers >= distance).nonzero().flatten().to(device).split(at_a_time):
+                yield Pairs(queries, queries - distance, distance)
+
+    def position_index(self, distance: int) -> Tensor:
+        """[size, size] index into w_pos of each query and key of a pair of blocks."""
+        places = torch.arange(self.size, device=self.slots.device)
+        index = self.max_length - 1 - distance * self.size + places - places[:, None]
+        return index.clamp_(0, 2 * self.max_length - 2)  # outside: a key behind its query, or a token that fills up
+
+    def time_buckets(self, pairs: Pairs) -> Tensor:
+        """[pairs, size, size] index into w_ts"""
+        query_times, key_times = self.query_times[pairs.queries], self.key_times[pairs.keys]
+        return time_buckets(query_times[:, :, None] - key_times[:, None, :])
+
+
+def time_buckets(differences: Tensor) -> Tensor:
+    """min(trunc(ln(max(|difference|, 1)) / 0.301), 128), the same on every device for differences up to 10^12.
+
+    In double: in single precision a whole number beside a bound may fall on either side of it.
+    """
+    logarithms = differences.abs().clamp_(min=1).double().log_()
+    return logarithms.div_(0.301).clamp_(max=NUM_TIME_BUCKETS - 1).to(torch.int64)

@@ -1,0 +1,58 @@
+"""Small histories, their next items and negatives, as the models of histories receive them; for tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nestpipe
+from nestpipe import Batch, Jagged
+
+NUM_ITEMS = 30
+
+
+@dataclass
+class Rows:
+    """A feature of jagged rows."""
+
+    rows: Tensor
+    index: Tensor
+    offsets: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        return F.embedding(self.index, self.rows)
+
+    def take(self, samples: Tensor) -> "Rows":
+        jagged = Jagged(self.index, self.offsets).take(samples)
+        return replace(self, index=jagged.values, offsets=jagged.offsets)
+
+
+def histories(
+    lengths: Sequence[int], max_length: int, num_negatives: int = 3, per: str = "position", seed: int = 0
+) -> Batch:
+    """Keys below NUM_ITEMS; negatives that are the next item occur."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    number = counts if per == "position" else torch.ones_like(counts)
+
+    def keys(of_samples: Tensor) -> Jagged:
+        offsets = torch.cat([of_samples.new_zeros(1), of_samples.cumsum(0)])
+        return Jagged(torch.randint(NUM_ITEMS, (int(offsets[-1]),), generator=generator), offsets)
+
+    # Gaps from nothing to years; and a clock that was set back.
+    gaps = torch.rand(len(counts), max_length + 1, generator=generator).mul(19).exp().long() - 1
+    times = gaps.cumsum(1) - torch.randint(100, gaps.shape, generator=generator)
+    features = {"history": keys(counts), "target": keys(torch.ones_like(counts))}
+    return Batch(features | {"negatives": keys(number * num_negatives)}, {"times": times}, weight=float(counts.sum()))
+
+
+def embedded(batch: Batch, rows: Tensor) -> dict[str, Rows]:
+    """With key i in row i."""
+    return {name: Rows(rows, jagged.values, jagged.offsets) for name, jagged in batch.keys.items()}
+
+
+def features(table: nestpipe.Table) -> dict[str, nestpipe.Sequence]:
+    return {name: nestpipe.Sequence(table) for name in ("history", "target", "negatives")}

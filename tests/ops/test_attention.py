@@ -1,0 +1,126 @@
+"""Attention: the blocked form against the plain one, memory apart; and its order of summation.
+
+Fails, for example, if `distance * self.size` is left out of Blocks.position_index, if _causal masks nothing, if a
+gradient is not scaled by max_length, or if _add_time_gradient is given the heads' gradients unsummed.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nestpipe.ops.attention import fuxi_attention, hstu_attention
+from nestpipe.ops.sequences import Sequences, time_buckets
+from tests.histories import histories
+
+OPS = [hstu_attention, fuxi_attention]
+LENGTHS = [0, 1, 63, 64, 65, 150, 0, 200, 2]
+MAX_LENGTH = 200
+NAMES = ("q", "k", "v", "w_pos", "w_ts")
+
+
+def make_sequences(lengths: list[int], max_length: int = MAX_LENGTH, seed: int = 0) -> Sequences:
+    batch = histories(lengths, max_length, seed=seed)
+    return Sequences(batch.keys["history"].offsets, batch.inputs["times"])
+
+
+def make_leaves(
+    num_tokens: int, max_length: int = MAX_LENGTH, dtype=torch.float64, heads: int = 2
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(num_tokens, heads, 5), (num_tokens, heads, 5), (num_tokens, heads, 3), (2 * max_length - 1,), (129,)]
+    values = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    return dict(zip(NAMES, values, strict=True))
+
+
+def outcome(op, leaves: dict[str, Tensor], sequences: Sequences, form: str, slopes: Tensor | None = None):
+    """The output and the gradients of all that goes in."""
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+    out = op(**leaves, sequences=sequences, form=form)
+    if slopes is None:
+        slopes = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
+    (out * slopes).sum().backward()
+    return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_blocked_equals_plain(op, heads: int) -> None:
+    sequences = make_sequences(LENGTHS)
+    leaves = make_leaves(sum(LENGTHS), heads=heads)
+    blocked, plain = (outcome(op, leaves, sequences, form) for form in ("blocked", "plain"))
+    for name, expected in plain.items():
+        assert bool(expected.abs().sum() > 0), name
+        torch.testing.assert_close(blocked[name], expected, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: n + text)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1], [3, 0, 3]])
+def test_short_and_empty(op, lengths: list[int]) -> None:
+    sequences = make_sequences(lengths, max_length=3)
+    leaves = make_leaves(sum(lengths), max_length=3)
+    blocked, plain = (outcome(op, leaves, sequences, form) for form in ("blocked", "plain"))
+    for name, expected in plain.items():
+        torch.testing.assert_close(blocked[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op", OPS)
+def test_a_sample_has_the_same_bits_in_any_company(op, dtype: torch.dtype) -> None:
+    """Output and gradients of q, k, v. Fails if Blocks.pairs runs backwards where `most_blocks` is even."""
+    sequences = make_sequences(LENGTHS)
+    leaves = make_leaves(sum(LENGTHS), dtype=dtype)
+    width = 3 if op is hstu_attention else 9
+    slopes = torch.randn(sum(LENGTHS), 2, width, generator=torch.Generator().manual_seed(7), dtype=dtype)
+    together = outcome(op, leaves, sequences, "blocked", slopes)
+    for sample in (2, 4, 5):
+        part = slice(*sequences.offsets[sample : sample + 2].tolist())
+        own = {name: leaf if name.startswith("w") else leaf[part] for name, leaf in leaves.items()}
+        offsets = torch.tensor([0, LENGTHS[sample]])
+        alone = outcome(op, own, Sequences(offsets, sequences.times[sample][None]), "blocked", slopes[part])
+        for name in ("out", "q", "k", "v"):
+            assert torch.equal(alone[name], together[name][part]), (sample, name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_same_bits_again(op) -> None:
+    sequences = make_sequences(LENGTHS)
+    leaves = make_leaves(sum(LENGTHS), dtype=torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (outcome(op, leaves, sequences, "blocked") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_is_not_used_changes_nothing() -> None:
+    """Times behind the target's."""
+    sequences = make_sequences([2, 3], max_length=6)
+    leaves = make_leaves(5, max_length=6)
+    times = sequences.times.clone()
+    times[0, 3:], times[1, 4:] = 10**9, -5
+    for op in OPS:
+        for form in ("blocked", "plain"):
+            one, other = (
+                op(**leaves, sequences=s, form=form) for s in (sequences, Sequences(sequences.offsets, times))
+            )
+            assert torch.equal(one, other)
+
+
+def test_time_buckets() -> None:
+    differences = torch.tensor([0, 1, -1, 2, 3, -3, 60, 3600, 86400 * 365, 2**62])
+    assert time_buckets(differences).tolist() == [0, 0, 0, 2, 3, 3, 13, 27, 57, 128]
+
+
+def test_refusals() -> None:
+    sequences, leaves = make_sequences([2, 3], max_length=6), make_leaves(5, max_length=6)
+    with pytest.raises(ValueError, match="attention is 'fast', must be one of 'blocked', 'plain'"):
+        hstu_attention(**leaves, sequences=sequences, form="fast")
+    with pytest.raises(ValueError, match="for a max_length of 5, but times has 7 columns"):
+        hstu_attention(**leaves | {"w_pos": torch.zeros(9)}, sequences=sequences)
+    with pytest.raises(ValueError, match="a sequence has 7 tokens; the longest allowed has 6"):
+        Sequences(torch.tensor([0, 7, 8]), sequences.times)
+    with pytest.raises(ValueError, match="times must have a line for each of 3 samples"):
+        Sequences(torch.tensor([0, 1, 2, 3]), sequences.times)
+    with pytest.raises(ValueError, match="times must be integers"):
+        Sequences(sequences.offsets, sequences.times.double())

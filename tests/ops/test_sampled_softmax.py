@@ -1,0 +1,121 @@
+"""Sampled softmax: the blocked form against the plain one, and its order of summation.
+
+Fails, for example, if a negative that is the next item is not left out, if the tokens that fill up a block count, or if
+the gradient of the next item's row is forgotten. tests/models/test_next_item.py has a slow version.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nestpipe.ops.sampled_softmax import sampled_softmax
+from nestpipe.ops.sequences import Sequences
+from tests.histories import NUM_ITEMS, histories
+
+LENGTHS = [0, 1, 70, 3, 64, 0, 130]
+MAX_LENGTH = 130
+DIM = 6
+
+
+def make(per: str, lengths: list[int] = LENGTHS) -> tuple[dict[str, Tensor], dict]:
+    batch = histories(lengths, MAX_LENGTH, num_negatives=5, per=per)
+    num_tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(1)
+    leaves = {
+        "outputs": torch.randn(num_tokens, DIM, generator=generator, dtype=torch.float64),
+        "rows": torch.randn(NUM_ITEMS, DIM, generator=generator, dtype=torch.float64),
+    }
+    rest = {
+        "positives": torch.randint(NUM_ITEMS, (num_tokens,), generator=generator),
+        "negatives": batch.keys["negatives"].values,
+        "sequences": Sequences(batch.keys["history"].offsets, batch.inputs["times"]),
+        "negatives_per": per,
+    }
+    return leaves, rest
+
+
+def outcome(leaves: dict[str, Tensor], rest: dict, form: str) -> dict[str, Tensor]:
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+    loss = sampled_softmax(**leaves, **rest, form=form)
+    (loss / 7).backward()
+    return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts, the last one smaller."""
+    monkeypatch.setattr("nestpipe.ops.sampled_softmax.GATHERED_ELEMENTS", 5 * 64 * 2)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("per", ["position", "sample"])
+def test_blocked_equals_plain(per: str) -> None:
+    leaves, rest = make(per)
+    blocked, plain = (outcome(leaves, rest, form) for form in ("blocked", "plain"))
+    for name, expected in plain.items():
+        torch.testing.assert_close(blocked[name], expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(sampled_softmax(**leaves, **rest), blocked["loss"])
+
+
+@pytest.mark.parametrize("per", ["position", "sample"])
+def test_the_sums_of_samples_add_up(per: str) -> None:
+    leaves, rest = make(per)
+    whole = outcome(leaves, rest, "blocked")
+    offsets, times = rest["sequences"].offsets, rest["sequences"].times
+    total = {name: torch.zeros_like(value) for name, value in whole.items()}
+    for sample in range(len(LENGTHS)):
+        first, end = offsets[sample : sample + 2].tolist()
+        chosen = slice(5 * first, 5 * end) if per == "position" else slice(5 * sample, 5 * sample + 5)
+        own = {
+            "positives": rest["positives"][first:end],
+            "negatives": rest["negatives"][chosen],
+            "sequences": Sequences(torch.tensor([0, end - first]), times[sample][None]),
+            "negatives_per": per,
+        }
+        part = outcome({"outputs": leaves["outputs"][first:end], "rows": leaves["rows"]}, own, "blocked")
+        total["loss"] += part["loss"]
+        total["rows"] += part["rows"]
+        total["outputs"][first:end] = part["outputs"]
+    for name, expected in whole.items():
+        torch.testing.assert_close(total[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("per", ["position", "sample"])
+def test_only_the_next_item_among_the_negatives_costs_nothing(per: str) -> None:
+    leaves, rest = make(per, [2, 1])
+    rest["positives"] = torch.tensor([4, 4, 4])
+    rest["negatives"] = torch.full_like(rest["negatives"], 4)
+    result = outcome(leaves, rest, "blocked")
+    assert float(result["loss"]) == pytest.approx(0, abs=1e-12)
+    assert float(result["rows"].abs().max()) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("per", ["position", "sample"])
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_tokens(per: str, lengths: list[int]) -> None:
+    leaves, rest = make(per, lengths)
+    result = outcome(leaves, rest, "blocked")
+    assert float(result["loss"]) == 0.0
+    assert not result["rows"].any()
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("per", ["position", "sample"])
+def test_the_same_bits_again(per: str) -> None:
+    leaves, rest = make(per)
+    leaves = {name: leaf.float() for name, leaf in leaves.items()}
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (outcome(leaves, rest, "blocked") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_refusals() -> None:
+    leaves, rest = make("position", [2, 1])
+    with pytest.raises(ValueError, match="there are 14 negatives for 3 positions"):
+        sampled_softmax(**leaves, **rest | {"negatives": rest["negatives"][:14]})
+    with pytest.raises(ValueError, match="negatives_per is 'batch', must be 'position' or 'sample'"):
+        sampled_softmax(**leaves, **rest | {"negatives_per": "batch"})
