@@ -33,15 +33,15 @@ FEATURE = "history"
 
 @dataclass(frozen=True)
 class Size:
-    """So that a row exchange, and a gradient return, take a tenth of a second on a link of 1 gbit."""
+    """So that a row exchange, and a gradient return, take a quarter of a second on a link of 1 gbit."""
 
     batch_size: int = 512
-    dim: int = 256
+    dim: int = 512
     hidden: int = 160
     num_micro_batches: int = 8
     num_batches: int = 4
     num_rounds: int = 15
-    counted: int = 2
+    counted: int = 1
     """steps of a turn"""
     num_probes: int = 15
     """exchanges that the link's rate is measured with"""

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 1 << 20
 _PAGE_BYTES = 2 << 20
 
 

@@ -27,8 +27,8 @@ class RequesterTable:
         self.plan = plan
         self.keeps = window == "once"
         self.shape = (len(request.keys), request.table.dim)
-        self._sent: dict[int, Tensor] = {}
-        """by micro-batch; when rows are not kept"""
+        self._leaves: dict[int, Tensor] = {}
+        """by micro-batch, until its dense part begins"""
 
     @cached_property
     def rows(self) -> Tensor:
@@ -47,24 +47,21 @@ class RequesterTable:
         return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def put(self, micro_batch: int, rows: Tensor) -> None:
-        """Rows that were brought, by position. All at once are not copied: they may be the owner's own memory."""
-        positions = self.plan.bring[micro_batch]
-        if not self.keeps:
-            self._sent[micro_batch] = rows
-        elif positions is None:
-            self.rows = rows
+        """Rows that were brought, by position; from them, and from those of earlier micro-batches, the leaf."""
+        positions, used = self.plan.bring[micro_batch], self.request.leaves[micro_batch]
+        if not self.keeps and positions is not None:
+            self._leaves[micro_batch] = rows  # what the micro-batch uses, in the same order, in memory of its own
+            return
+        if positions is None:
+            self.rows = rows  # not copied: they may be the owner's own memory
         else:
             self.rows.index_copy_(0, positions, rows)
+        leaf = recycled.empty((len(used), self.request.table.dim), self.request.table.dtype)
+        self._leaves[micro_batch] = torch.index_select(self.rows, 0, used, out=leaf)
 
     def leaf(self, micro_batch: int) -> Tensor:
-        """A fresh gather of the micro-batch's distinct rows, in which its gradient will arrive."""
-        positions = self.request.leaves[micro_batch]
-        leaf = recycled.empty((len(positions), self.request.table.dim), self.request.table.dtype)
-        if self.keeps:
-            torch.index_select(self.rows, 0, positions, out=leaf)
-        else:
-            leaf.copy_(self._sent.pop(micro_batch))  # what was sent is what the micro-batch uses, in the same order
-        return leaf.requires_grad_(not self.request.table.frozen)
+        """The micro-batch's distinct rows, gathered afresh when they were brought; its gradient will arrive in it."""
+        return self._leaves.pop(micro_batch).requires_grad_(not self.request.table.frozen)
 
     def returned(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
         """Adds a leaf's gradient; what is to be taken now, by position."""
@@ -150,7 +147,7 @@ class Window:
             table.put(micro_batch, rows)
 
     def leaves(self, micro_batch: int) -> dict[str, Tensor]:
-        """By table, once the micro-batch has been brought: its distinct rows, gathered afresh."""
+        """By table, once the micro-batch has been brought: its distinct rows. Each is asked for once."""
         return {table.request.table.name: table.leaf(micro_batch) for table in self.requester}
 
     def take(self, micro_batch: int, gradients: Mapping[str, Tensor | None]) -> None:
