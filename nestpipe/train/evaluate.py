@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from nestpipe.data.batch import Batch
+from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel
 from nestpipe.train.loss import loss_sums
 from nestpipe.train.read import read_batch
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 
 class Metric(Protocol):
-    """Sees what the model's `predict` returned for each batch of this rank; computes one or more numbers over all."""
+    """Sees what a method of the model returned for each batch of this rank; computes one or more numbers over all."""
 
-    def update(self, predictions: Tensor, inputs: Mapping[str, Tensor]) -> None: ...
+    @property
+    def method(self) -> str:
+        """Of the model, called with (embeddings, inputs): "predict" or "encode", for example."""
+
+    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None: ...
 
     def compute(self, channel: Channel) -> dict[str, float]: ...
 
@@ -41,21 +45,30 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
     trainer.flush()
     metrics = list(metrics)
     model, channel = trainer.model, trainer.world.evaluate
-    if metrics and not hasattr(model, "predict"):
-        raise ValueError(f"{type(model).__name__} has no method predict(embeddings, inputs), which metrics need")
+    methods = sorted({metric.method for metric in metrics})
+    for method in methods:
+        if not hasattr(model, method):
+            raise ValueError(f"{type(model).__name__} has no method {method}(embeddings, inputs), which metrics need")
     totals: dict[str, tuple[float, float]] = {}
     counts = torch.zeros(2, dtype=torch.int64)
     iterator = iter(batches)
     with channel.watch.reporting(), _reading_mode(model):
-        while (reading := read_batch(trainer.features, _next(iterator), trainer.store, channel)) is not None:
+        while True:
+            with channel.watch.busy():
+                batch = _next(iterator)
+            if (reading := read_batch(trainer.features, batch, trainer.store, channel)) is None:
+                break
             _add(totals, {name: (0.0, weight) for name, weight in reading.weights.items()})
             counts[1] += reading.num_untrained_keys
-            for part in reading:
+            for part in reading:  # one, if this rank has samples
                 counts[0] += part.num_samples
-                sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
+                assert isinstance(batch, Batch)
+                with channel.watch.busy():
+                    sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
+                    outputs = {method: getattr(model, method)(part.embeddings, part.inputs) for method in methods}
+                    for metric in metrics:
+                        metric.update(outputs[metric.method], part.inputs, batch.keys)
                 _add(totals, {name: (float(value), 0.0) for name, value in sums.items()})
-                for metric in metrics:
-                    metric.update(model.predict(part.embeddings, part.inputs), part.inputs)  # type: ignore[operator]
         channel.all_reduce_sum(counts)
         of_ranks = [json.loads(text) for text in channel.share_text(json.dumps(totals))]
         computed = {name: value for metric in metrics for name, value in metric.compute(channel).items()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestpipe.data.batch import Jagged
 from nestpipe.distributed import Channel, World
 from nestpipe.train.build import Run, build
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
@@ -25,11 +26,13 @@ AfterStep = Callable[[FitResult], None]
 class ClickMetrics:
     """How good the predicted clicks are, and how good the generator's own probability is: the ceiling."""
 
+    method = "predict"
+
     def __init__(self) -> None:
         self._columns: dict[str, list[Tensor]] = {"logit": [], "click": [], "ceiling": []}
 
-    def update(self, predictions: Tensor, inputs: Mapping[str, Tensor]) -> None:
-        self._columns["logit"].append(predictions.double())
+    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
+        self._columns["logit"].append(outputs.double())
         self._columns["click"].append(inputs["click"].double())
         self._columns["ceiling"].append(inputs["click_probability"].double().logit())
 
