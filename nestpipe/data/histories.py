@@ -25,7 +25,7 @@ class HistoryShape:
 
     num_items: int = 2000
     """items, and keys: 0 .. num_items - 1, by popularity"""
-    skew: float = 0.6
+    skew: float = 0.8
     """an item's popularity is (its number + 1) to the power of -skew"""
     num_interests: int = 20
     """item i is of interest i modulo num_interests"""
@@ -33,15 +33,18 @@ class HistoryShape:
     """interests of a user, distinct, any set as likely as any other"""
     num_groups: int = 25
     """item i is in group (i // num_interests) modulo num_groups, and leads to a group that a hash of i names"""
-    follow: float = 0.75
+    follow: float = 0.6
     """within a session: probability of an item that the one before leads to, of the user's interests"""
-    interest: float = 0.15
+    interest: float = 0.25
     """within a session: probability of an item of one of the user's interests"""
     new_session: float = 0.15
     """probability that an item begins a session; the first one does"""
-    median_length: float = 30
+    median_length: float = 20
+    """of a history, before it is cut at max_length"""
     length_spread: float = 0.5
-    max_length: int = 50
+    """standard deviation of the logarithm of the length"""
+    max_length: int = 32
+    """most items of a history"""
 
     def __post_init__(self) -> None:
         for name in ("num_items", "num_interests", "interests_a_user", "num_groups", "max_length"):
@@ -83,11 +86,13 @@ class HistoryData(Dataset):
     out and the other two keep their proportion. An item that the user has had is drawn again, in any way, so that no
     item repeats and the target is never in the history.
 
-    Lengths of histories are lognormal: median_length times e to the power of length_spread times a nearly normal number,
-    rounded down, at least 1 and at most max_length. `times` [n, max_length + 1]: seconds, of each item and then of the
-    target, the rest 0. A session begins after a gap between the two LONG_GAP_SECONDS, items within it come after one
-    between the two SHORT_GAP_SECONDS, both spread evenly over orders of magnitude. So times say where sessions begin,
-    the target's included. The weight of a batch is the number of items in its histories.
+    Lengths of histories are lognormal: median_length times e to the power of length_spread times a nearly normal
+    number, rounded down, at least 1 and at most max_length. The weight of a batch is the number of items in its
+    histories.
+
+    `times` [n, max_length + 1]: seconds, of each item and then of the target, the rest 0. A session begins after a gap
+    between the two LONG_GAP_SECONDS, items within it come after one between the two SHORT_GAP_SECONDS, both spread
+    evenly over orders of magnitude. So times say where sessions begin, the target's included.
 
     The seed draws the users. Items, their interests, groups and where they lead are the same for every seed. Held out
     are other positions: other users, none of whose items was ever trained on as theirs.
@@ -103,7 +108,7 @@ class HistoryData(Dataset):
         self.num_samples = num_samples
         self.shape = shape = shape or HistoryShape()
         items = np.arange(shape.num_items)
-        self.popularity: Floats = (items + 1.0) ** -shape.skew
+        self.popularity: Floats = np.exp(-shape.skew * np.log(items + 1.0))
         self.interests: Numbers = items % shape.num_interests
         self.groups: Numbers = items // shape.num_interests % shape.num_groups
         self.leads_to: Numbers = (stream("leads to", 0, items) % np.uint64(shape.num_groups)).astype(np.int64)
@@ -168,13 +173,16 @@ class HistoryData(Dataset):
     def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
         """[n, ATTEMPTS] items, for users of these interests, behind the items before."""
         shape = self.shape
-        way = draws.way * np.where(begins, 1 - shape.follow, 1.0)[:, None] + np.where(begins, shape.follow, 0.0)[:, None]
+        way = (
+            draws.way * np.where(begins, 1 - shape.follow, 1.0)[:, None] + np.where(begins, shape.follow, 0.0)[:, None]
+        )
         one = users[np.arange(len(users))[:, None], draws.of_user(shape.interests_a_user)]
         of_interest = self._of_interest.take(one, draws.item)
         cells = self.leads_to[before][:, None] * shape.num_interests + users
         following = self._of_cell.take_of_several(cells, draws.cell, draws.item)
         popular = self._all.take(np.zeros_like(one), draws.item)
-        return np.where(way < shape.follow, following, np.where(way < shape.follow + shape.interest, of_interest, popular))
+        by_taste = np.where(way < shape.follow + shape.interest, of_interest, popular)
+        return np.where(way < shape.follow, following, by_taste)
 
 
 class _Draws:
@@ -183,13 +191,14 @@ class _Draws:
     def __init__(self, seed: int, number: int, positions: Words, place: int) -> None:
         units = _units(_units(positions, np.array(place))[:, None], np.arange(ATTEMPTS), ATTEMPTS)
         words = stream(f"way {number}", seed, units)
-        self.way = (words >> 40) * 2.0**-24
-        self.cell = (words >> 16 & 0xFFFFFF) * 2.0**-24
-        self.low = words & 0xFFFF
+        self.way = (words >> 40).astype(np.float64) * 2.0**-24
+        self.cell = (words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
+        self._low = words & 0xFFFF
         self.item = _uniform(stream(f"item {number}", seed, units))
 
     def of_user(self, number: int) -> Numbers:
-        return (self.low % np.uint64(number)).astype(np.int64)
+        """Which of so many interests."""
+        return (self._low % np.uint64(number)).astype(np.int64)
 
 
 class _Shelf:
@@ -205,7 +214,8 @@ class _Shelf:
         low, high = self.low[classes], self.low[classes + 1]
         where = np.searchsorted(self.cumulated, low + uniform * (high - low), side="right") - 1
         # Rounding may reach the end of the class.
-        return self.order[np.clip(where, self.first[classes], self.first[classes + 1] - 1)]
+        items: Numbers = self.order[np.clip(where, self.first[classes], self.first[classes + 1] - 1)]
+        return items
 
     def take_of_several(self, classes: Numbers, which: Floats, uniform: Floats) -> Numbers:
         """Of the union of some classes [n, several]: [n, ATTEMPTS]"""
@@ -220,5 +230,4 @@ def _units(numbers: Words, places: NDArray[np.integer], num_places: int = 2**12)
 
 
 def _uniform(words: Words) -> Floats:
-    values: Floats = (words >> 11) * 2.0**-53
-    return values
+    return (words >> 11).astype(np.float64) * 2.0**-53

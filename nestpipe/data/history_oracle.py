@@ -1,5 +1,6 @@
 """What can be known about the next item of HistoryData: its exact probability, given everything a model sees."""
 
+from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 
@@ -57,36 +58,57 @@ class HistoryOracle:
         return torch.from_numpy(rows)
 
     def _of_one(self, items: Numbers, begins: Truths) -> Floats:
-        """Places of the history and behind it the target's; begins: whether a session begins there."""
-        data, shape = self.data, self.data.shape
-        follow = np.where(begins, 0.0, shape.follow)
-        scale = np.where(begins, 1 - shape.follow, 1.0)
-        interest, popular = shape.interest / scale / shape.interests_a_user, (1 - shape.follow - shape.interest) / scale
-        leads_to = np.concatenate([[0], data.leads_to[items]])
-        following = follow[:, None] / self.of_group[leads_to]
-        """[places, sets] what an item that the one before leads to has for each unit of popularity"""
-
-        own = np.eye(shape.num_interests)[data.interests[items]]
-        had = np.tri(len(begins), len(items), -1) * data.popularity[items]
-        led = data.groups[items] == leads_to[:, None]
-        mass_of_interest = (had @ own) / self.of_interest @ self.sets.T
-        mass_of_following = ((had * led) @ own) @ self.sets.T
-        is_new = 1 - (popular * had.sum(axis=1) / self.total)[:, None]
-        is_new = is_new - interest[:, None] * mass_of_interest - following * mass_of_following
-        """[places, sets] probability of an item that the user did not have"""
-
-        n = len(items)
-        fits = self.sets.T[data.interests[items]]
-        chance = interest[:n, None] / self.of_interest[data.interests[items], None] + following[:n] * led.diagonal()[:, None]
-        chance = popular[:n, None] / self.total + fits * chance
-        evidence = np.log(chance / is_new[:n]).sum(axis=0)
-        weights = np.exp(evidence - evidence.max())
-        weights /= weights.sum() * is_new[n]
-
-        by_interest = interest[n] * (weights @ self.sets) / self.of_interest
-        by_following = (weights * following[n]) @ self.sets
-        factor = popular[n] / self.total * weights.sum() + by_interest[data.interests]
-        factor += (data.groups == leads_to[n]) * by_following[data.interests]
-        probabilities: Floats = data.popularity * factor
+        """[num_items]; begins: whether a session begins, at each place of the history and at the target's."""
+        data, ways = self.data, self._ways(items, begins)
+        weights = self._weights(items, ways)
+        by_interest = ways.interest[-1] * (weights @ self.sets)
+        by_following = (weights * ways.follow[-1]) @ self.sets
+        leads = data.groups == ways.leads_to[-1]
+        chance = ways.popular[-1] * weights.sum() + (by_interest / self.of_interest)[data.interests]
+        probabilities: Floats = data.popularity * (chance + leads * by_following[data.interests])
         probabilities[items] = 0.0
         return probabilities
+
+    def _ways(self, items: Numbers, begins: Truths) -> "_Ways":
+        shape, left = self.data.shape, np.where(begins, 1 - self.data.shape.follow, 1.0)
+        leads_to = np.concatenate([[0], self.data.leads_to[items]])
+        return _Ways(
+            follow=np.where(begins, 0.0, shape.follow)[:, None] / self.of_group[leads_to],
+            interest=shape.interest / left / shape.interests_a_user,
+            popular=(1 - shape.follow - shape.interest) / left / self.total,
+            leads_to=leads_to,
+        )
+
+    def _weights(self, items: Numbers, ways: "_Ways") -> Floats:
+        """[sets] probability of each set given the history, over that of a new item at the target's place."""
+        data, n = self.data, len(items)
+        interests, popularity = data.interests[items], data.popularity[items]
+        leads = data.groups[items] == ways.leads_to[:, None]
+        had = np.tri(n + 1, n, -1) * popularity
+        own = np.eye(data.shape.num_interests)[interests]
+        had_before = ways.popular * had.sum(axis=1)
+        had_of_interests = ways.interest[:, None] * ((had @ own / self.of_interest) @ self.sets.T)
+        had_of_following = ways.follow * ((had * leads) @ own @ self.sets.T)
+        is_new = 1 - had_before[:, None] - had_of_interests - had_of_following
+        """[places, sets] probability of an item that the user did not have"""
+        of_interest = (ways.interest[:n] / self.of_interest[interests])[:, None]
+        of_following = ways.follow[:n] * leads.diagonal()[:, None]
+        chance = ways.popular[:n, None] + self.sets.T[interests] * (of_interest + of_following)
+        evidence = np.log(chance / is_new[:n]).sum(axis=0)  # but for the popularity, which all sets agree about
+        weights = np.exp(evidence - evidence.max())
+        normalised: Floats = weights / weights.sum() / is_new[n]
+        return normalised
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Of each place of a history and of the target's: what a unit of popularity weighs, by way of being drawn."""
+
+    follow: Floats
+    """[places, sets] for items of the set's interests, in the group that the item before leads to"""
+    interest: Floats
+    """[places] for items of the set's interests, times the popularity of the interest"""
+    popular: Floats
+    """[places] for all items"""
+    leads_to: Numbers
+    """[places] the group; at the first place any, since a session begins there"""

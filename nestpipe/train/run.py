@@ -14,10 +14,11 @@ from nestpipe.train.build import Run, build
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
-from nestpipe.train.evaluate import evaluate
+from nestpipe.train.evaluate import Metric, evaluate
+from nestpipe.train.rank_metrics import RankMetrics
 from nestpipe.train.summary import summarise, table_memory
 from nestpipe.train.trace_file import write_trace
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.trainer import FitResult, Trainer
 
 Summary = dict[str, Any]
 AfterStep = Callable[[FitResult], None]
@@ -49,7 +50,7 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
 
 
 def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
-    """All ranks call it, and get the same summary. Thread counts of the config must be resolved."""
+    """All ranks call it, and get the same summary. The config must be resolved."""
     assert config.runtime.dense_threads is not None
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
@@ -96,6 +97,10 @@ def _train(config: Config, this_run: Run, after_step: AfterStep | None, result: 
 def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
     if config.evaluate.num_samples == 0:
         return {}
-    evaluation = evaluate(this_run.trainer, this_run.held_out, [ClickMetrics()])
+    evaluation = evaluate(this_run.trainer, this_run.held_out, [_metric(config, this_run.trainer)])
     numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
     return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
+
+
+def _metric(config: Config, trainer: Trainer) -> Metric:
+    return ClickMetrics() if config.data.kind == "clicks" else RankMetrics(trainer, config.histories.num_items)

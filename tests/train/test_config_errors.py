@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.embedding.window import WINDOWS
+from nestpipe.train.config import DATA
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 
@@ -28,8 +29,8 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, "
-    "distributed, evaluate, logging, checkpoint"
+    "data, histories, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, "
+    "runtime, distributed, evaluate, logging, checkpoint"
 )
 
 
@@ -142,8 +143,8 @@ def test_limits_hold_for_elements_of_lists_and_for_tables() -> None:
             '"adagrd", must be one of sgd, adagrad, rowwise_adagrad, adam; did you mean adagrad?',
         ),
         ("dense_optimizer.kind = 'zzz'", '"zzz", must be one of sgd, adagrad, adam, adamw'),
-        ("data.kind = 'click'", '"click", must be clicks; did you mean clicks?'),
-        ("model.kind = ''", '"", must be dlrm'),
+        ("data.kind = 'click'", f'"click", must be one of {", ".join(DATA)}; did you mean clicks?'),
+        ("model.kind = ''", '"", must be one of dlrm, hstu, fuxi'),
         ("exchange.window = 'twice'", f'"twice", must be one of {", ".join(WINDOWS)}'),
     ],
 )
