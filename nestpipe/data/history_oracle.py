@@ -57,6 +57,10 @@ class HistoryOracle:
             row[:] = self._of_one(values[first:end], begins)
         return torch.from_numpy(rows)
 
+    def scores(self, batch: Batch) -> Tensor:
+        """To rank by: the probabilities."""
+        return self.probabilities(batch)
+
     def _of_one(self, items: Numbers, begins: Truths) -> Floats:
         """[num_items]; begins: whether a session begins, at each place of the history and at the target's."""
         data, ways = self.data, self._ways(items, begins)
