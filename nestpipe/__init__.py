@@ -10,9 +10,11 @@ from nestpipe.embedding.table import Pooled, Sequence, Table
 from nestpipe.pipelining.pipeline import NonFiniteError, pipeline
 from nestpipe.store import init
 from nestpipe.train.evaluate import evaluate
+from nestpipe.train.rank_metrics import RankMetrics
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.scorer import Scorer
 from nestpipe.train.trainer import Trainer
+from nestpipe.train.validation import Validation
 
 __all__ = [
     "Batch",
@@ -22,11 +24,13 @@ __all__ = [
     "Jagged",
     "NonFiniteError",
     "Pooled",
+    "RankMetrics",
     "RowOptimizer",
     "Scorer",
     "Sequence",
     "Table",
     "Trainer",
+    "Validation",
     "World",
     "__version__",
     "evaluate",

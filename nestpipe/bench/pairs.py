@@ -1,5 +1,6 @@
 """Comparing ways of doing a thing on a noisy machine: in pairs, order alternated, by the median of the ratios."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,17 @@ class Comparison:
 def spread(name: str, values: list[float]) -> dict[str, float]:
     """Fields of a record: the median of the values, and their range."""
     return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which the true median lies with a probability of 95%: two of the values, by their order alone."""
+    ordered, n = sorted(values), len(values)
+    num_beyond = 0
+    # The median is below the k-th value with the probability that fewer than k of n fall below it.
+    while 40 * sum(math.comb(n, k) for k in range(num_beyond + 1)) <= 2**n:
+        num_beyond += 1
+    first = max(num_beyond - 1, 0)
+    return ordered[first], ordered[n - 1 - first]
 
 
 def compare(

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,10 +49,16 @@ def run_bench(
     load_before = os.getloadavg()[0]
     started = time.perf_counter()
     records = []
-    for record in make_records():
-        records.append(record)
-        seconds = time.perf_counter() - started
-        console.print(f"{seconds:6.1f} s  record {len(records)}: {_identity(record)}", highlight=False, soft_wrap=True)
+    made = make_records()
+    try:
+        for record in made:
+            records.append(record)
+            seconds = time.perf_counter() - started
+            line = f"{seconds:6.1f} s  record {len(records)}: {_identity(record)}"
+            console.print(line, highlight=False, soft_wrap=True)
+    finally:
+        if isinstance(made, Generator):
+            made.close()  # whatever happened here: what it has made for its measurements is removed
     environment = Environment(
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),

@@ -8,25 +8,26 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.bench.pairs import spread
+from nestpipe.bench.pairs import median_interval, spread
 from nestpipe.bench.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline, make_store
-from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.summary import step_value
 
 SEED = 1
 DIM = 64
+PIPELINED = ("inter", "nested")
+"""what is compared with serial; with one rank there is no exchange, so intra would be serial"""
 NUM_BATCHES = 12
 
 
@@ -50,11 +51,15 @@ class Size:
 
 
 QUICK = Size(num_rows=20_000, num_samples=128, keys_a_sample=16, hidden=64, num_rounds=3)
+OVERHEAD = Size(num_rows=20_000, num_samples=1024, keys_a_sample=2, hidden=512, num_rounds=40, counted=8)
+"""so little to look up that hiding it gains nothing"""
+QUICK_OVERHEAD = replace(QUICK, keys_a_sample=2)
 
 
 def records(quick: bool) -> Iterator[Record]:
     size = QUICK if quick else Size()
     yield from _compare(size)
+    yield _overhead(QUICK_OVERHEAD if quick else OVERHEAD)
     for overlap in (0.0, 0.6, 1.0):
         yield _host_traffic(overlap)
 
@@ -125,7 +130,7 @@ def _compare(size: Size) -> Iterator[Record]:
     batches = make_batches(size.overlap, NUM_BATCHES, size)
     spans: list[Span] = []
     loops = {("serial", 1): Loop("serial", 1, size, batches, None)}
-    loops |= {(name, 1): Loop(name, 1, size, batches, spans) for name in SCHEDULES if name != "serial"}
+    loops |= {(name, 1): Loop(name, 1, size, batches, spans if name == "nested" else None) for name in PIPELINED}
     loops[("serial", 2)] = Loop("serial", 2, size, batches, None)
     rounds: dict[tuple[str, int], list[dict[str, float]]] = {which: [] for which in loops}
     for number in range(size.num_rounds + 1):
@@ -134,15 +139,47 @@ def _compare(size: Size) -> Iterator[Record]:
             times = loops[which].turn(size.left_out + size.counted)[-size.counted :]
             if number > 0:
                 rounds[which].append({name: statistics.mean(step_value(t, name) for t in times) for name in FIELDS})
-    num_steps = len(loops[("inter", 1)].trace.steps)
+    num_steps = len(loops[("nested", 1)].trace.steps)
     for loop in loops.values():
         loop.close()
     for which, of_rounds in rounds.items():
         record = _record(which, of_rounds, rounds[("serial", 1)], size)
-        if which[0] == "inter":
+        if which[0] == "nested":
             cost = len(spans) / num_steps * _milliseconds_of_a_span() / float(record["step_ms"])
             record |= {"spans_per_step": len(spans) / num_steps, "trace_cost_fraction": cost}
         yield record
+
+
+def _overhead(size: Size) -> Record:
+    """Of nested at one rank and one micro-batch, where it can gain nothing: threads, hand-overs, the second buffer."""
+    batches = make_batches(size.overlap, NUM_BATCHES, size)
+    loops = {schedule: Loop(schedule, 1, size, batches, None) for schedule in ("serial", "nested")}
+    rounds: dict[str, list[float]] = {schedule: [] for schedule in loops}
+    for number in range(size.num_rounds + 1):
+        for schedule in list(loops)[:: 1 if number % 2 else -1]:
+            times = loops[schedule].turn(size.left_out + size.counted)[-size.counted :]
+            if number > 0:
+                rounds[schedule].append(statistics.mean(step.step_ms for step in times))
+    for loop in loops.values():
+        loop.close()
+    ratios = [n / s for n, s in zip(rounds["nested"], rounds["serial"], strict=True)]
+    low, high = median_interval(ratios)
+    return {
+        "schedule": "nested",
+        "threads": 1,
+        "ranks": 1,
+        "num_micro_batches": 1,
+        "dim": DIM,
+        "num_keys": size.num_keys,
+        "num_rounds": size.num_rounds,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": SEED,
+        "serial_step_ms": statistics.median(rounds["serial"]),
+        "nested_step_ms": statistics.median(rounds["nested"]),
+        "overhead_vs_serial": statistics.median(ratios),
+        "overhead_vs_serial_95_low": low,
+        "overhead_vs_serial_95_high": high,
+    }
 
 
 FIELDS = (
@@ -180,7 +217,7 @@ def _record(
     }
     if which == ("serial", 1):
         record |= spread("lookup_share", [s["exposed_lookup_ms"] / s["step_ms"] for s in serial])
-    if schedule == "inter":
+    if schedule in PIPELINED:
         record |= spread(
             "lookup_hidden_fraction", [1 - r["exposed_lookup_ms"] / s["exposed_lookup_ms"] for r, s in pairs]
         )

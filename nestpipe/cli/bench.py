@@ -11,9 +11,12 @@ from rich.console import Console
 from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import learning as learning_bench
+from nestpipe.bench import network as network_bench
+from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
+from nestpipe.bench.hosts import check_possible
 from nestpipe.bench.report import Record, print_records, run_bench
 from nestpipe.bench.targets import find_misses, load_targets
 
@@ -81,3 +84,25 @@ def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
 def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
     """HSTU and FuXi on synthetic histories: ranks of held-out targets against counting and against the oracle."""
     _run("learning", lambda: learning_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def overlap(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """What a frozen window leaves exposed of exchanges whose time is known: 2 ranks on this machine."""
+    _run("overlap", lambda: overlap_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def network(
+    path: Json,
+    hosts: Annotated[int, typer.Option("--hosts", help="Network namespaces that stand for hosts, a rank each.")] = 2,
+    rate: Annotated[str, typer.Option("--rate", help="Of the link between them, each way, as tc writes it.")] = "1gbit",
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """What each schedule hides of the exchange between two hosts on a slow link; needs root."""
+    try:
+        check_possible(hosts, rate)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    _run("network", lambda: network_bench.records(rate, quick), path, quick, check)

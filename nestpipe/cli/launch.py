@@ -1,6 +1,5 @@
 """Starting the ranks of a run on this machine, and seeing that all of them end."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,9 +9,10 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import TCPStore
 
+from nestpipe.distributed.child import die_with_parent
+
 GRACE_SECONDS = 5.0
 """how long ranks may go on after one has failed: they hear of it and say so themselves"""
-_PR_SET_PDEATHSIG = 1
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
@@ -50,11 +50,7 @@ def _start(rank: int, num_ranks: int, port: int, arguments: Sequence[str]) -> su
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost peer means is said by us
     command = [sys.executable, "-m", "nestpipe", *arguments]
     # A session of its own: Ctrl-C reaches the ranks through us, once. If this process dies, so do they.
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_die_with_parent)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -6,6 +6,7 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import app as bench_app
+from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.train import train
 
 app = typer.Typer(
@@ -14,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(evaluate)
 app.add_typer(bench_app, name="bench")
 
 

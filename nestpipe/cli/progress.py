@@ -20,8 +20,10 @@ def show_progress(num_steps: int, every: int, console: Console) -> Iterator[Afte
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("train", total=num_steps, text="")
+        validations = _Validations(console)
 
         def advance(result: FitResult) -> None:
+            validations(result)
             bar.update(task, advance=1, text=f"loss {_recent_loss(result):.4f}")
 
         yield advance
@@ -34,6 +36,7 @@ class _Lines:
         self._console = console
         self._num_done = 0
         self._started = time.perf_counter()
+        self._validations = _Validations(console)
 
     def __call__(self, result: FitResult) -> None:
         self._num_done += 1
@@ -44,6 +47,27 @@ class _Lines:
                 highlight=False,
                 soft_wrap=True,
             )
+        self._validations(result)
+
+
+class _Validations:
+    """A line for each that is new."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_shown = 0
+
+    def __call__(self, result: FitResult) -> None:
+        for numbers in result.validations[self._num_shown :]:
+            shown = [f"{name} {value:.4f}" for name, value in numbers.items() if _is_shown(name)]
+            text = f"evaluation after step {numbers['step']}: {', '.join(shown)}"
+            self._console.print(text, highlight=False, soft_wrap=True)
+        self._num_shown = len(result.validations)
+
+
+def _is_shown(name: str) -> bool:
+    """Not counts, nor what the data knows: they are the same each time."""
+    return not (name == "step" or name.startswith("num_") or name.endswith("_ceiling"))
 
 
 def _recent_loss(result: FitResult) -> float:

@@ -21,13 +21,19 @@ MEANINGS = {
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    rows = [("steps", f"{summary['steps']}"), ("loss of the last step", _number(summary["final_loss"]))]
+    steps = f"{summary['steps']}{', stopped early' if summary['is_stopped_early'] else ''}"
+    rows = [("steps", steps), ("loss of the last step", _number(summary["final_loss"]))]
     console.print(_table(f"{summary['schedule']}, {summary['ranks']} ranks", ("", ""), rows))
     if summary["metrics"]:
         _show_metrics(summary["metrics"], console)
     _show_time(summary, console)
     _show_memory(summary, console)
     console.print(f"digest {summary['digest']}", highlight=False, soft_wrap=True)
+
+
+def show_evaluation(result: Summary, console: Console) -> None:
+    console.print(f"{result['checkpoint']}, {result['steps']} steps", highlight=False, soft_wrap=True)
+    _show_metrics(result["metrics"], console)
 
 
 def _show_metrics(metrics: dict[str, float], console: Console) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import sys
-import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,16 +13,12 @@ from rich.table import Table
 from nestpipe.cli.launch import launch
 from nestpipe.cli.progress import show_progress
 from nestpipe.cli.show import show_summary
-from nestpipe.distributed import RankError, World
-from nestpipe.pipelining.pipeline import NonFiniteError
-from nestpipe.train.checkpoint import CheckpointError
+from nestpipe.cli.this_rank import check_writable, failed, on_this_rank
+from nestpipe.distributed import World
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import describe, load_config
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.run import Summary, run
-
-EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError, OSError, MemoryError)
-"""Errors whose text says it all; any other is shown with its traceback."""
 
 
 def train(
@@ -46,13 +40,13 @@ def train(
         return
     try:
         config = load_config(recipe, settings or ())
-        _check_writable("--json", path)
-        _check_writable("--trace", trace)
+        check_writable("--json", path)
+        check_writable("--trace", trace)
     except ConfigError as error:
-        raise _failed(error, 2) from None
+        raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = _run_rank(config, console, trace)
+    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace))
     if summary is None:
         return
     show_summary(summary, console)
@@ -60,41 +54,11 @@ def train(
         path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _run_rank(config: Config, console: Console, trace: Path | None) -> Summary | None:
-    """The summary on rank 0, None on the others."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    config = config.resolved(ranks_here, os.cpu_count() or 1)
-    world = World.from_environment(config.distributed.timeout_seconds)
-    is_first = world.rank == 0
-    try:
-        with world.watch.reporting():
-            bar = show_progress(config.train.steps, config.logging.every, console) if is_first else nullcontext()
-            with bar as after_step:
-                summary = run(config, world, after_step, trace)
-        world.close()
-    except KeyboardInterrupt:
-        raise _failed(RuntimeError("interrupted (Ctrl-C)"), 130, world) from None
-    except Exception as error:
-        if not isinstance(error, EXPECTED):
-            traceback.print_exc()
-        raise _failed(error, 1, world) from None
-    return summary if is_first else None
-
-
-def _failed(error: Exception, code: int, world: World | None = None) -> typer.Exit:
-    rank = f"rank {world.rank}: " if world is not None and world.size > 1 else ""
-    where = f"{world.watch.where}: " if world is not None and not isinstance(error, RankError) else ""
-    text = str(error) or type(error).__name__
-    print(f"nestpipe: {rank}{'' if text.startswith(where) else where}{text}", file=sys.stderr, flush=True)
-    for note in getattr(error, "__notes__", ()):
-        print(f"nestpipe: {rank}{note}", file=sys.stderr, flush=True)
-    return typer.Exit(code)
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    """Before the run, not after it."""
-    if path is not None and (not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"{path} of {option} cannot be written; give a file in a folder that exists")
+def _run(config: Config, world: World, console: Console, trace: Path | None) -> Summary:
+    if world.rank > 0:
+        return run(config, world, None, trace)
+    with show_progress(config.train.steps, config.logging.every, console) as after_step:
+        return run(config, world, after_step, trace)
 
 
 def _keys() -> Table:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Jagged
-from nestpipe.store.cluster_ops import cluster
+from nestpipe.store import cluster
 from nestpipe.store.interface import check_integer
 
 CLUSTER_METHODS = ("spectral", "minhash", "none")
@@ -43,17 +43,25 @@ class Clustering:
         if not features:
             raise ValueError("clustering needs at least one feature: without any, the number of samples is unknown")
         num_samples = len(features[0])
-        if self.method == "none" or num_parts == 1:
-            return list(torch.arange(num_samples).tensor_split(num_parts))
+        if self.keeps_order(num_parts):
+            return in_order(num_samples, num_parts)
         lists = [(feature.values, feature.offsets) for feature in features]
         cost = self.costs(features)
         order, part_offsets = cluster(lists, num_distinct, cost, num_parts, self.method, self.seed)
         return list(order.tensor_split(part_offsets[1:-1]))
 
+    def keeps_order(self, num_parts: int) -> bool:
+        return self.method == "none" or num_parts == 1
+
     def costs(self, features: Sequence[Jagged]) -> Tensor:
         """What each sample costs [num_samples]; padding counts, and a sample without keys costs 1."""
         num_keys = torch.stack([feature.lengths for feature in features]).sum(0).clamp(min=1).double()
         return num_keys.square() if self.cost == "length_squared" else num_keys
+
+
+def in_order(num_samples: int, num_parts: int) -> list[Tensor]:
+    """Parts of nearly equal size; the last ones are empty when there are too few samples."""
+    return list(torch.arange(num_samples).tensor_split(num_parts))
 
 
 BY_KEYS, GIVEN_ORDER = Clustering(), Clustering("none")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.cluster import GIVEN_ORDER, Clustering
+from nestpipe.data.cluster import GIVEN_ORDER, Clustering, in_order
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.store import group_by_owner, unique
 
@@ -178,6 +178,8 @@ def _by_owner(table: Table, distinct: Tensor, inverse: Tensor, world_size: int) 
 
 def _parts(tables: list[_Distinct], batch: Batch, num_parts: int, clustering: Clustering) -> list[Tensor]:
     """The samples of each micro-batch."""
+    if clustering.keeps_order(num_parts):
+        return in_order(len(batch), num_parts)
     numbered, num_distinct = [], 0
     for table in tables:
         for of in table.features.values():

@@ -197,8 +197,9 @@ class Pipeline:
         """steps"""
         self.is_torn = False
         """whether an update of rows failed halfway: this rank's rows are of no step, go on from a checkpoint"""
-        self.untrained: list[Batch] = []
-        """after the end: batches that were pulled and not trained, for the next pipeline"""
+        self.untrained: list[Batch | Exception] = []
+        """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
+        too"""
         self.stages = Stages(
             self.features,
             iter(batches),
@@ -228,6 +229,7 @@ class Pipeline:
         self.executor = Executor(operations(schedule, num_micro_batches, steps), actions, self.trace, self.world.watch)
         self._number = first_step
         self._step: Step | None = None
+        self._is_stopped = False
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -257,6 +259,7 @@ class Pipeline:
             self.trace.begin_batch(self._number)
             flight = self._next_flight()
             if flight.error is not None:
+                flight.is_raised = True
                 raise self.world.watch.explained(flight.error, "route")
             if flight.is_end:
                 self._end()
@@ -267,13 +270,27 @@ class Pipeline:
                 continue
             self._step = Step(self._number, flight, self)
             yield self._step
-            if not self._step.is_applied:
-                raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
-            num_samples = self._step.num_samples
-            with self.trace.span("other"):
-                self._step = flight.window = None  # frees what the window held
-            self.trace.end_step(num_samples)
-            self._number += 1
+            self.end_step()
+            if self._is_stopped:
+                self._end()
+                return
+
+    def end_step(self) -> None:
+        """After update_rows: what follows, until the next step is asked for, does not count in the step's time."""
+        step = self._step
+        if step is None:
+            return
+        if not step.is_applied:
+            raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
+        with self.trace.span("other"):
+            self._step = step._flight.window = None  # frees what the window held
+        self.trace.end_step(step.num_samples)
+        self._number += 1
+
+    def stop(self) -> None:
+        """On all ranks, at the same step, once it is applied: the loop ends after it, as if no more had been asked for.
+        Batches that were pulled already are `untrained`."""
+        self._is_stopped = True
 
     def flush(self) -> None:
         """At a step boundary, on all ranks: lets the lanes finish, and writes every row to the store. Then goes on."""

@@ -41,7 +41,7 @@ class Flight:
     """None: no rank has a batch, or there was an error"""
     buffers: list[Buffer] = field(default_factory=list)
     window: Window | None = None
-    """while it is in training"""
+    """from its retrieval to its update"""
     gradients: dict[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
     """by micro-batch, from its dense part until they are taken: of its leaves, by table"""
     overlap: list[Overlap] | None = None
@@ -52,6 +52,8 @@ class Flight:
     """as they were before the update; for experiments with stale rows"""
     error: Exception | None = None
     """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
+    is_raised: bool = False
+    """whether that has happened"""
     problem: Exception | None = None
     """why it must not be applied; found out on one rank"""
     is_refused: bool = False
@@ -114,7 +116,8 @@ class Stages:
         return self._flights.setdefault(number, Flight(number))
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch, dedups its keys, and makes it micro-batches. What goes wrong travels in the route's header, so that all ranks hear."""
+        """Pulls a batch, dedups its keys, and clusters its samples into micro-batches. What goes wrong travels in the
+        route's header, so that all ranks hear."""
         flight = self.flight(op.batch)
         # The first `steps` batches are needed. A later one only if some before it were no steps, which their routes
         # say: the schedule has it wait for them.
@@ -154,6 +157,7 @@ class Stages:
         self._num_steps_routed += flight.is_step
 
     def retrieve(self, op: Op) -> None:
+        """Rows and row state that are not in the other buffer; and the plan of the exchanges, which takes no rows."""
         flight, before = self.flight(op.batch), self.flight(op.batch - 1)
         if not flight.is_step:
             return
@@ -165,16 +169,14 @@ class Stages:
             memory = self._memory[op.batch % 2]
             flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
             flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)
+            channels = self._world.rows, self._world.gradients
+            flight.window = Window(flight.route, flight.buffers, *channels, self._window)
         except Exception as error:  # no memory, for example
             flight.error = error
 
     def begin(self, op: Op) -> None:
-        """Opens the window of a batch that is a step: from here on its rows are frozen, until the update."""
+        """From here on the rows of this batch are frozen, until the update."""
         flight = self.flight(op.batch)
-        if not flight.is_step:
-            return
-        assert flight.route is not None
-        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, self._window)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
 
@@ -235,18 +237,13 @@ class Stages:
                 written += (len(buffer.keys) - num_stay) * record_bytes
         return retrieved, written
 
-    def untrained(self) -> list[Batch]:
-        """Batches that were pulled and not trained, in order; not those that are at fault themselves."""
+    def untrained(self) -> list[Batch | Exception]:
+        """What was pulled and not trained, in order: batches, and errors of reading that nobody has heard of yet. Not
+        batches that are at fault themselves."""
         flights = [self._flights[number] for number in sorted(self._flights)]
-        return [
-            flight.batch
-            for flight in flights
-            if flight.batch is not None
-            and flight.step < 0
-            and flight.error is None
-            and not flight.is_refused
-            and not isinstance(flight.request, Exception)
-        ]
+        left = [f for f in flights if f.step < 0 and not f.is_raised and not f.is_refused]
+        items = [f.request if isinstance(f.request, Exception) else f.batch for f in left]
+        return [item for item in items if item is not None]
 
 
 def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Host memory: tables of rows by key, and operations on arrays of keys."""
 
+from nestpipe.store.cluster_ops import cluster
 from nestpipe.store.dict_store import DictStore
 from nestpipe.store.host_store import HostStore
 from nestpipe.store.interface import NUM_BUCKETS, Gathered, MemoryReport, Piece, Store, TableFullError, TableSpec
@@ -16,6 +17,7 @@ __all__ = [
     "Store",
     "TableFullError",
     "TableSpec",
+    "cluster",
     "copy_records",
     "group_by_owner",
     "hash_keys",

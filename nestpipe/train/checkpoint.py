@@ -49,7 +49,7 @@ def save(trainer: "Trainer", path: Path) -> None:
         checksums = {f"rank{rank}.pt": checksum for rank, checksum in enumerate(row_checksums)}
         checksums["dense.pt"] = _write(staging / "dense.pt", dense)
         manifest = _description(trainer.tables, trainer.seed, world)
-        manifest |= {"num_steps": trainer.num_steps, "seed": trainer.seed}
+        manifest |= {"num_steps": trainer.num_steps, "seed": trainer.seed, "recipe": trainer.recipe}
         (staging / "manifest.json").write_text(json.dumps(manifest | {"checksums": checksums}, indent=2))
         if path.exists():
             shutil.rmtree(previous, ignore_errors=True)
@@ -94,6 +94,30 @@ def load(trainer: "Trainer", path: Path) -> None:
         trainer.lr_schedule.load_state_dict(loaded["dense"]["lr_schedule"])
     trainer.store = loaded["store"]
     trainer.num_steps = loaded["num_steps"]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """This folder, or the one checkpoint in it."""
+    if not path.exists():
+        raise CheckpointError(f"there is no folder {path}; give the checkpoint.dir of a run")
+    if (path / "manifest.json").exists() or not path.is_dir():
+        return path
+    inside = sorted(file.parent for file in path.glob("*/manifest.json"))
+    if len(inside) > 1:
+        raise CheckpointError(f"{path} holds several checkpoints, {', '.join(map(str, inside))}; name one of them")
+    return inside[0] if inside else path
+
+
+def read_recipe(path: Path) -> tuple[str, int]:
+    """The recipe of the run that saved a checkpoint, as TOML, and the number of its ranks."""
+    try:
+        manifest = _read_manifest(path)
+        recipe, world_size = manifest.get("recipe"), manifest["world_size"]
+    except Exception as error:
+        raise CheckpointError(f"loading {path} failed: {error}") from error
+    if recipe is None:
+        raise CheckpointError(f"{path} was saved without a recipe, by a program of its own; evaluate it from there")
+    return recipe, world_size
 
 
 def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostStore, dict[str, Any]]:

@@ -173,8 +173,11 @@ class DistributedSection:
 
 @dataclass(frozen=True)
 class EvaluateSection:
-    num_samples: int = key(65536, "held-out samples at the end; 0: no evaluation", at_least=0)
+    num_samples: int = key(65536, "held-out samples; 0: no evaluation", at_least=0)
     batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
+    every: int = key(0, "steps between evaluations while training; 0: only at the end", at_least=0)
+    metric: str = key("loss", "the number of an evaluation that patience and checkpoint.best go by")
+    patience: int = key(0, "evaluations in a row without improvement that end the training; 0: none do", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ class LoggingSection:
 class CheckpointSection:
     dir: str | None = key(None, "folder of the checkpoint; not set: none is written")
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
+    best: str | None = key(None, "folder for the model of the best evaluation while training; not set: none is kept")
     load: str | None = key(None, "checkpoint to go on from, until train.steps in all; not set: a new run")
 
 

@@ -13,7 +13,19 @@ from nestpipe.train.config_value import ConfigError, checked, literal, shown, su
 
 def load_config(path: Path | None, settings: Sequence[str] = ()) -> Config:
     """The defaults, changed by the recipe, changed by the settings "section.key=value" in their order."""
-    config = _read_recipe(path) if path is not None else Config()
+    config = _config(_parse(path), f" in {path}") if path is not None else Config()
+    return change_config(config, settings)
+
+
+def parse_config(text: str, source: str) -> Config:
+    """A recipe as text; `source` says where it is from, for messages."""
+    try:
+        return _config(tomllib.loads(text), f" in {source}")
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+
+
+def change_config(config: Config, settings: Sequence[str]) -> Config:
     for setting in settings:
         config = _set(config, setting)
     return config
@@ -60,10 +72,9 @@ def _keys(section: Any) -> dict[str, tuple[Field[Any], Any]]:
     return {field.name: (field, hints[field.name]) for field in fields(section)}
 
 
-def _read_recipe(path: Path) -> Config:
-    source = f" in {path}"
+def _config(sections: dict[str, Any], source: str) -> Config:
     values: dict[str, Any] = {}
-    for name, entry in _parse(path).items():
+    for name, entry in sections.items():
         section = _section(name, tuple(_sections()), source)
         if name == "tables":
             values[name] = _read_tables(entry, source)

@@ -22,9 +22,11 @@ from nestpipe.store.interface import check_keys
 from nestpipe.train.exact_scores import lengths, whole_cosine_rows, whole_rows, whole_users
 
 NUM_USERS = 2048
-"""of all ranks, scored at a time"""
+"""of all ranks, exchanged at a time"""
+NUM_TOGETHER = 256
+"""users of these whose products with a block are made at a time: few enough to stay close to the processor"""
 NUM_ITEMS = 2048
-"""scored at a time; so many keys of histories are, too"""
+"""in a block; so many keys of histories are scored at a time, too"""
 NUM_KEYS = 2**20
 """of the corpus, whose owners are found at a time"""
 
@@ -213,7 +215,9 @@ def _ranks(queries: Queries, items: OwnedItems, channel: Channel) -> Tensor:
     with channel.watch.busy():
         better = torch.zeros(len(users), dtype=torch.int64)
         for keys, rows in items.blocks():
-            better += _count(users @ rows.T, score, keys, queries.targets)
+            for first in range(0, len(users), NUM_TOGETHER):
+                part = slice(first, first + NUM_TOGETHER)
+                better[part] += _count(users[part] @ rows.T, score[part], keys, queries.targets[part])
         better -= _count_histories(users, score, queries, items)
     channel.all_reduce_sum(better)
     return better + 1
@@ -224,7 +228,7 @@ def _count(products: Tensor, score: Tensor, keys: Tensor, targets: Tensor) -> Te
     num_smaller = torch.searchsorted(keys, targets)
     # Scores are whole numbers: where all keys are smaller than the target's, a tie counts as higher.
     limit = score - (num_smaller == len(keys)).double()
-    better = (products > limit[:, None]).sum(1)
+    better = (products > limit[:, None]).view(torch.uint8).sum(1, dtype=torch.int32).long()
     (inside,) = ((num_smaller > 0) & (num_smaller < len(keys))).nonzero(as_tuple=True)
     if len(inside) > 0:
         is_smaller = torch.arange(len(keys)) < num_smaller[inside, None]
@@ -234,13 +238,12 @@ def _count(products: Tensor, score: Tensor, keys: Tensor, targets: Tensor) -> Te
 
 
 def _count_histories(users: Tensor, score: Tensor, queries: Queries, items: OwnedItems) -> Tensor:
-    """[n] owned items of each user's history that were counted as better than the target."""
+    """[n] owned items of each user's history that were counted as better than the target; itself never was."""
     better = torch.zeros(len(users), dtype=torch.int64)
     of_user = torch.arange(len(users)).repeat_interleave(queries.histories.lengths)
     numbers, is_owned = items.numbers(queries.histories.values)
-    is_other = queries.histories.values != queries.targets[of_user]
     num_owned = max(1, len(items.keys))
-    distinct = (of_user * num_owned + numbers)[is_owned & is_other].unique()
+    distinct = (of_user * num_owned + numbers)[is_owned].unique()
     for part in distinct.split(NUM_ITEMS):
         user, key = part // num_owned, items.keys[part % num_owned]
         products = (users[user] * items.rows(key)).sum(1)

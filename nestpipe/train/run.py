@@ -1,6 +1,7 @@
 """A whole run, as a recipe says: train, save, evaluate, sum up."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from nestpipe.train.build import Run, build
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
+from nestpipe.train.config_value import ConfigError
 from nestpipe.train.evaluate import Metric, evaluate
 from nestpipe.train.rank_metrics import RankMetrics
 from nestpipe.train.summary import summarise, table_memory
 from nestpipe.train.trace_file import write_trace
 from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.validation import Validation
 
 Summary = dict[str, Any]
 AfterStep = Callable[[FitResult], None]
@@ -51,16 +54,14 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
 
 def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
     """All ranks call it, and get the same summary. The config must be resolved."""
-    assert config.runtime.dense_threads is not None
-    torch.set_num_threads(config.runtime.dense_threads)
-    torch.use_deterministic_algorithms(config.train.deterministic)
-    this_run = build(config, world)
+    this_run = _start(config, world)
+    validation = _validation(config, this_run)
     trainer = this_run.trainer
     if config.checkpoint.load is not None:
         trainer.load(config.checkpoint.load)
         this_run.batches.load_state({"position": trainer.num_steps * config.train.batch_size * world.size})
     result = FitResult(spans=[] if trace_path is not None else None)
-    _train(config, this_run, after_step, result)
+    _train(config, this_run, after_step, result, validation)
     if trace_path is not None and result.spans is not None:
         write_trace(result.spans, world, trace_path)
     times = summarise(result.times, world)
@@ -73,7 +74,9 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         "num_skipped_batches": result.num_skipped,
         **times.fields,
         "spread": times.spread,
-        "metrics": _evaluate(config, this_run),
+        "metrics": _last_metrics(config, this_run, result),
+        "validations": result.validations,
+        "is_stopped_early": result.is_stopped,
         "tables": [asdict(table) for table in table_memory(trainer)],
         "digest": trainer.digest(),
         "config": to_toml(config),
@@ -81,23 +84,79 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
     return summary
 
 
-def _train(config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult) -> None:
+def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
+    """Evaluates a saved model as the end of its run did. All ranks call it; thread counts must be resolved."""
+    if config.evaluate.num_samples == 0:
+        raise ConfigError(
+            "evaluate.num_samples is 0: nothing is evaluated; --set evaluate.num_samples=65536, for example"
+        )
+    this_run = _start(config, world)
+    this_run.trainer.load(checkpoint)
+    return {
+        "checkpoint": str(checkpoint),
+        "ranks": world.size,
+        "steps": this_run.trainer.num_steps,
+        "metrics": _evaluate(config, this_run),
+        "config": to_toml(config),
+    }
+
+
+def _start(config: Config, world: World) -> Run:
+    assert config.runtime.dense_threads is not None
+    torch.set_num_threads(config.runtime.dense_threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    this_run = build(config, world)
+    this_run.trainer.recipe = to_toml(config)
+    return this_run
+
+
+def _train(
+    config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
+) -> None:
     """In one call of fit, or with a checkpoint after every so many steps."""
     trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
+    callbacks = [] if validation is None else [validation]
     while (left := config.train.steps - trainer.num_steps) > 0:
         num_before = trainer.num_steps
         steps = min(left, every - num_before % every) if folder and every else left
-        trainer.fit(this_run.batches, steps, after_step, result)
+        trainer.fit(this_run.batches, steps, after_step, result, callbacks)
         if folder:
             trainer.save(Path(folder))
-        if trainer.num_steps < num_before + steps:
-            break  # the data has ended
+        if result.is_stopped or trainer.num_steps < num_before + steps:
+            break  # no longer improving, or the data has ended
+
+
+def _validation(config: Config, this_run: Run) -> Validation | None:
+    section, best = config.evaluate, config.checkpoint.best
+    for key, is_set in (("evaluate.patience", section.patience > 0), ("checkpoint.best", best is not None)):
+        if is_set and section.every == 0:
+            raise ConfigError(
+                f"{key} is set, but evaluate.every is 0: there are no evaluations while training to go by"
+            )
+    if section.every == 0:
+        return None
+    if section.num_samples == 0:
+        raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
+    return Validation(
+        section.every,
+        lambda trainer: _evaluate(config, this_run),
+        metric=section.metric,
+        patience=section.patience or None,
+        save_best=best,
+    )
+
+
+def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str, float]:
+    if config.evaluate.num_samples == 0:
+        return {}
+    if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
+        return {name: value for name, value in result.validations[-1].items() if name != "step"}
+    return _evaluate(config, this_run)
 
 
 def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
-    if config.evaluate.num_samples == 0:
-        return {}
-    evaluation = evaluate(this_run.trainer, this_run.held_out, [_metric(config, this_run.trainer)])
+    """On the held-out samples, the same ones every time."""
+    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [_metric(config, this_run.trainer)])
     numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
     return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
 

@@ -1,9 +1,10 @@
 """The Trainer: a thin layer on the pipeline's loop."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,24 @@ class FitResult:
     """of each step, on this rank"""
     spans: list[Span] | None = None
     """of all lanes, if a list is given to put them in"""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """of each validation: the step after which it was, and its numbers"""
+    is_stopped: bool = False
+    """whether a callback has ended the training"""
+
+
+class Callback(Protocol):
+    """Called on all ranks, at a step boundary: rows are current, and what it does counts in no step's time.
+
+    Long work of its own, without exchanges, goes inside `with trainer.world.busy()`.
+    """
+
+    @property
+    def every(self) -> int:
+        """Steps from one call to the next."""
+
+    def __call__(self, trainer: "Trainer", result: FitResult) -> bool:
+        """True ends the training after this step, on all ranks, if any rank says so."""
 
 
 class Trainer:
@@ -76,6 +95,8 @@ class Trainer:
         """of the dense optimizer, advanced once a step"""
         self.check_split = check_split
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
+        self.recipe: str | None = None
+        """saved with the model, for those who read it"""
         self.num_steps = 0
         self.store = make_store(self.tables, seed, num_threads)
         self._pipeline: Pipeline | None = None
@@ -101,10 +122,12 @@ class Trainer:
         steps: int | None = None,
         after_step: Callable[[FitResult], None] | None = None,
         result: FitResult | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> FitResult:
-        """Trains until the data ends on all ranks, or for `steps` more steps. `after_step` sees the result so far.
+        """Trains until the data ends on all ranks, or for `steps` more steps, or until a callback ends it.
 
-        A result of an earlier call may be given to be added to.
+        `after_step` sees the result so far, on the ranks that give it. Callbacks must be the same on all ranks; they
+        may evaluate and save. A result of an earlier call may be given to be added to.
         """
         self._check_usable()
         self._check_same_start()
@@ -129,8 +152,12 @@ class Trainer:
                 for step in pipeline:
                     result.losses.append(self._train(step))
                     self.num_steps = num_before + pipeline.num_applied
+                    if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
+                        pipeline.end_step()
+                        if self._is_stopped_by(due, result):
+                            pipeline.stop()
                     if after_step is not None:
-                        with step.trace.span("other"):
+                        with pipeline.trace.span("other"):
                             after_step(result)
         finally:
             self._pipeline = None
@@ -139,6 +166,14 @@ class Trainer:
             result.num_skipped += pipeline.num_skipped
             source.give_back(pipeline.untrained)
         return result
+
+    def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
+        """Whether one of them, on any rank, ends the training: all ranks must leave the loop at the same step."""
+        answers = [callback(self, result) for callback in due]
+        num_stops = torch.tensor([int(any(answers))])
+        self.world.control.all_reduce_sum(num_stops)
+        result.is_stopped = bool(num_stops.any())
+        return result.is_stopped
 
     def flush(self) -> None:
         """Within fit, at a step boundary, on all ranks: every row is written to the store. Otherwise nothing to do."""

@@ -3,7 +3,7 @@
 import pytest
 
 from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
-from nestpipe.bench.pairs import Comparison, compare
+from nestpipe.bench.pairs import Comparison, compare, median_interval
 
 
 def test_pairs_alternate_and_the_first_is_left_out() -> None:
@@ -33,3 +33,9 @@ def test_memory_is_measured() -> None:
     grown, peak = in_fresh_process(_resident_growth, 200_000_000)
     assert grown == pytest.approx(200_000_000, rel=0.05)
     assert peak == pytest.approx(100_000_000, rel=0.1)
+
+
+def test_interval_of_a_median() -> None:
+    """For 40 values the 14th from either end; for few values all of them."""
+    assert median_interval([float(i) for i in range(1, 41)][::-1]) == (14.0, 27.0)
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)

@@ -48,6 +48,16 @@ def test_bench_schedules_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_overlap_quick(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.json"
+    done = run("bench", "overlap", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(r["schedule"], r["num_micro_batches"]) for r in records] == [("intra", 2), ("nested", 2)]
+    assert all(r["exposed_exchange_ms"] > 0 for r in records)
+    assert not [miss for miss in find_misses(load_targets("overlap"), records) if "no record answers it" in miss]
+
+
 def test_bench_attention_quick(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     done = run("bench", "attention", "--quick", "--json", str(path))

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.pipelining.schedule import SCHEDULES, operations
+from nestpipe.pipelining.schedule import operations
 from nestpipe.pipelining.trace import BYTE_FIELDS
 from nestpipe.train.config_text import describe
 from nestpipe.train.summary import TIME_FIELDS
+from tests.schedules import OUTER
 
 SMALL = ("model.dim=8", "model.bottom=[16]", "model.top=[32]", "train.batch_size=64", "evaluate.num_samples=500")
 
@@ -44,14 +45,15 @@ def test_summary(ranks: int, tmp_path: Path) -> None:
     summary = summary_of(tmp_path / "a.json", "--ranks", str(ranks), settings=("train.steps=12",))
     for field in (*TIME_FIELDS, *BYTE_FIELDS, "step_ms", "samples_per_second", "peak_rss_bytes", "final_loss"):
         assert summary[field] >= 0, field
-    assert (summary["schedule"], summary["ranks"], summary["num_micro_batches"]) == ("serial", ranks, 1)
+    assert (summary["schedule"], summary["ranks"], summary["num_micro_batches"]) == ("nested", ranks, 1)
     assert summary["steps"] == 12
     assert sum(summary[field] for field in TIME_FIELDS) == pytest.approx(
         summary["step_ms"], rel=0.3 if ranks > 1 else 1e-6
     )
     assert (summary["exchanged_row_bytes_per_step"] > 0) == (ranks > 1)
     assert summary["exchanged_row_bytes_per_step"] == summary["exchanged_gradient_bytes_per_step"]
-    assert summary["retrieved_bytes_per_step"] == summary["written_back_bytes_per_step"] > 0
+    assert summary["retrieved_bytes_per_step"] > 0
+    assert summary["written_back_bytes_per_step"] > 0
     assert set(summary["metrics"]) >= {"auc", "normalised_entropy", "log_loss", "auc_ceiling", "num_untrained_keys"}
     assert summary["metrics"]["num_samples"] == 500
     assert len(summary["tables"]) == 26
@@ -59,7 +61,7 @@ def test_summary(ranks: int, tmp_path: Path) -> None:
     assert again["digest"] == summary["digest"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
     """Fails if write_trace writes rank 0's spans only, or Trace._switch forgets a stage."""
     path = tmp_path / "trace.json"

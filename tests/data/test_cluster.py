@@ -15,8 +15,7 @@ from torch import Tensor
 from nestpipe.data.batch import Jagged
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS, Clustering
 from nestpipe.data.sequences import SequenceData
-from nestpipe.store import unique
-from nestpipe.store.cluster_ops import cluster
+from nestpipe.store import cluster, unique
 from tests.data import plain_cluster
 from tests.streams import key_streams
 

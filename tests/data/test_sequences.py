@@ -1,7 +1,7 @@
 """Behaviour sequences: the same samples however they are asked for, and the distributions they promise.
 
-Fails, for example, if `units` are numbered by place in the batch, if interests are drawn for each item, or if an item is
-of an interest with a probability 0.05 above INTEREST_SHARE.
+Fails, for example, if `units` are numbered by place in the batch, if interests are drawn for each item, or if an item
+is of an interest with a probability 0.05 above INTEREST_SHARE.
 """
 
 import numpy as np

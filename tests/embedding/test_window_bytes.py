@@ -1,32 +1,81 @@
-"""Send-once: whatever the number of micro-batches, a batch sends the bytes of the unsplit one; resending sends more.
+"""What a batch sends to other ranks, to the byte, recomputed from the same batches.
 
-Fails, for example, if Plan.of brings a row with every micro-batch that uses it in window "once".
+Send-once: whatever the number of micro-batches, the bytes of the unsplit batch. Fails if Plan.of brings a row with
+every micro-batch that uses it in window "once". Resend: the distinct keys of other ranks in each micro-batch, added up.
+Fails if Plan.of leaves out, in window "resend", rows that an earlier micro-batch has brought.
 """
 
-from nestpipe import World, pipeline
-from tests.exactness.cases import Case, features_of, global_batches, share_of
+from dataclasses import replace
+
+import pytest
+
+from nestpipe import Batch, World
+from nestpipe.data.cluster import Clustering
+from nestpipe.embedding.request import make_request
+from nestpipe.pipelining.schedule import SCHEDULES, WINDOWED
+from nestpipe.store import group_by_owner, unique
+from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, share_of
 from tests.ranks import run_ranks
 
+STEPS = 3
+CASE = Case("sgd", "pooled_sum", steps=STEPS)
 
-def bytes_of(world: World, num_micro_batches: int, window: str) -> tuple[int, int, int]:
-    """Row and gradient bytes this rank sent to others in one step, and what its distinct keys of others need."""
-    (batch,) = share_of(global_batches(1), world)
-    features = features_of(Case("sgd", "pooled_sum"))
-    options = {"world": world, "num_micro_batches": num_micro_batches, "window": window}
-    with pipeline(features, [batch], **options) as steps:
-        for step in steps:
+
+def foreign_bytes(world: World, case: Case, parts: list[Batch]) -> int:
+    """Rows of the distinct keys of each part that other ranks own."""
+    total = 0
+    for part in parts:
+        for name, feature in features_of(case).items():
+            keys = part.keys[name].values
+            distinct, _ = unique(keys[keys != -7] if name == "tags" else keys)
+            _, counts = group_by_owner(feature.table.name, distinct, world.size)
+            foreign = len(distinct) - int(counts[world.rank])
+            total += foreign * feature.table.dim * feature.table.dtype.itemsize
+    return total
+
+
+def parts_of(world: World, batch: Batch, case: Case) -> list[Batch]:
+    """As the product clusters it: found out by a number for each sample that travels as an input."""
+    numbered = Batch(batch.keys, {"label": batch.inputs["label"].new_tensor(range(len(batch)))})
+    clustering = Clustering(case.method)
+    request = make_request(features_of(case), numbered, case.num_micro_batches, world.size, 1, clustering)
+    return [batch[inputs["label"].long()] for inputs in request.inputs]
+
+
+def bytes_of(world: World, case: Case) -> tuple[int, int, int, int]:
+    """Of some steps: row and gradient bytes this rank sent, and what it asks for, in one piece and in micro-batches."""
+    batches = share_of(global_batches(STEPS), world)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    row_bytes = gradient_bytes = 0
+    with make_pipeline(world, case, batches) as pipeline:
+        for step in pipeline:
             for micro_batch in step:
-                sum(value.sum() for value in micro_batch.embeddings.values()).backward()
+                (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
             step.update_rows()
-            requests = step._route.request.tables
-    needed = sum((sum(r.counts) - r.counts[world.rank]) * r.table.dim * 8 for r in requests)
-    return step.row_bytes, step.gradient_bytes, needed
+            row_bytes += step.row_bytes
+            gradient_bytes += step.gradient_bytes
+    whole = sum(foreign_bytes(world, case, [batch]) for batch in batches)
+    apart = sum(foreign_bytes(world, case, parts_of(world, batch, case)) for batch in batches)
+    return row_bytes, gradient_bytes, whole, apart
 
 
-def test_bytes() -> None:
-    whole = run_ranks(3, bytes_of, 1, "once")
-    assert run_ranks(3, bytes_of, 8, "once") == whole
-    assert [gradient for _, gradient, _ in whole] == [needed for _, _, needed in whole]
-    assert sum(row for row, _, _ in whole) == sum(needed for _, _, needed in whole) > 0
-    resent = run_ranks(3, bytes_of, 8, "resend")
-    assert sum(row for row, _, _ in resent) > sum(row for row, _, _ in whole)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_send_once_sends_what_the_unsplit_batch_sends(schedule: str) -> None:
+    unsplit = run_ranks(3, bytes_of, CASE)
+    split = run_ranks(3, bytes_of, replace(CASE, num_micro_batches=8, schedule=schedule))
+    assert [(rows, gradients) for rows, gradients, *_ in split] == [
+        (rows, gradients) for rows, gradients, *_ in unsplit
+    ]
+    assert [gradients for _, gradients, *_ in split] == [whole for _, _, whole, _ in split]  # a requester's own
+    assert sum(rows for rows, *_ in split) == sum(whole for _, _, whole, _ in split) > 0
+
+
+@pytest.mark.parametrize("method", ["spectral", "minhash", "none"])
+@pytest.mark.parametrize("schedule", WINDOWED)
+def test_resend_sends_every_micro_batch(schedule: str, method: str) -> None:
+    resent = run_ranks(
+        3, bytes_of, replace(CASE, num_micro_batches=8, window="resend", schedule=schedule, method=method)
+    )
+    assert [gradients for _, gradients, *_ in resent] == [apart for *_, apart in resent]
+    assert sum(rows for rows, *_ in resent) == sum(apart for *_, apart in resent)
+    assert sum(apart for *_, apart in resent) > sum(whole for _, _, whole, _ in resent)

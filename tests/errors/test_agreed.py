@@ -13,9 +13,9 @@ import torch
 
 from nestpipe import Batch, Jagged, NonFiniteError, Pooled, Table, Trainer, World
 from nestpipe.distributed import RankError
-from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 from tests.ranks import run_ranks
+from tests.schedules import OUTER
 
 CASE = Case("adagrad", "pooled_sum", 2, steps=6)
 BAD_STEP = 3
@@ -78,7 +78,7 @@ def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, fl
     return type(raised).__name__, str(raised), seconds, unchanged, trainer.num_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
@@ -207,7 +207,7 @@ def run_out_of_rows(world: World, schedule: str) -> tuple[str, str, float, bool,
     return type(raised).__name__, str(raised), seconds, trainer.digest() == expected.digest(), trainer.num_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_max_rows_reached(schedule: str, size: int) -> None:
     """Fails if retrieve does not ask room_error: the native store refuses too, but after the dense optimizer's step."""

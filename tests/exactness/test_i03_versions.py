@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from nestpipe import Batch, Jagged, RowOptimizer, Sequence, Table, World, init
+from nestpipe.data.cluster import GIVEN_ORDER
 from nestpipe.pipelining import pipeline as pipeline_module
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
@@ -36,7 +37,8 @@ def versions(world: World, stream: str, options: dict) -> list[list[float]]:
         for keys in STREAMS[stream]
     ]
     seen = []
-    with Pipeline({"item": Sequence(table)}, batches, world=world, num_micro_batches=2, **options) as steps:
+    options = {"num_micro_batches": 2, "clustering": GIVEN_ORDER, **options}
+    with Pipeline({"item": Sequence(table)}, batches, world=world, **options) as steps:
         for step in steps:
             rows: list[float] = []
             for micro_batch in step:

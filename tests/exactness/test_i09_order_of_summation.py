@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
+from nestpipe.data.cluster import GIVEN_ORDER
 from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import on_ranks
 
@@ -40,6 +41,7 @@ def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]
         schedule=schedule,
         num_micro_batches=len(FACTORS),
         window=window,
+        clustering=GIVEN_ORDER,
         check_split=False,
     )
     keys, of_rank = Jagged.one_each(torch.full((8,), 5)), factors(world.rank, world.size)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, Pooled, RowOptimizer, Table, Trainer, World, init, rows
-from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
+from nestpipe.pipelining.schedule import OVERLAPPING
 from nestpipe.train.checkpoint import CheckpointError
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.schedules import OUTER
 
 CASE = Case("adagrad", "shared", 2)
 
@@ -52,7 +53,7 @@ def bad_input(world: World, schedule: str, path) -> tuple[int, list[str], str, s
     return num_steps, digests, loaded.digest(), name, trainer.num_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_input_that_cannot_be_uploaded(schedule: str, size: int, tmp_path) -> None:
     results = on_ranks(size, bad_input, schedule, tmp_path / "save")
@@ -65,7 +66,7 @@ def test_an_input_that_cannot_be_uploaded(schedule: str, size: int, tmp_path) ->
             assert digests == [digest_after(number, num_micro_batches=1) for number in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_write_back_that_fails_once(schedule: str, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(World(), replace(CASE, schedule=schedule))
@@ -109,7 +110,7 @@ class TwoTables(nn.Module):
         return self.scale * (embeddings["a"].square().sum() + embeddings["b"].square().sum())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_an_update_that_fails_halfway(schedule: str, tmp_path) -> None:
     """Table a has been updated when that of table b fails. Serial has the step before in its store; where rows stay on
     the device they are of no step, and the trainer says so until a checkpoint is loaded."""
@@ -168,7 +169,7 @@ def recording_trainer(schedule: str, check_split: bool) -> Trainer:
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("check_split", [True, False])
 def test_no_batch_is_lost_between_calls(schedule: str, check_split: bool) -> None:
     trainer = recording_trainer(schedule, check_split)
@@ -181,7 +182,7 @@ def test_no_batch_is_lost_between_calls(schedule: str, check_split: bool) -> Non
     assert trainer.model.seen == [0, 1, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_small_batches_at_the_beginning(schedule: str) -> None:
     """check_split looks for one with two samples; what it pulled is trained all the same."""
     trainer = recording_trainer(schedule, check_split=True)
@@ -192,7 +193,7 @@ def test_small_batches_at_the_beginning(schedule: str) -> None:
     assert trainer.model.seen == list(range(20))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_loading_forgets_what_was_pulled(schedule: str, tmp_path) -> None:
     trainer = recording_trainer(schedule, check_split=False)
     trainer.save(tmp_path / "save")
@@ -205,7 +206,7 @@ def test_loading_forgets_what_was_pulled(schedule: str, tmp_path) -> None:
     assert trainer.num_steps == 1
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("check_split", [True, False])
 def test_steps_count_steps(schedule: str, check_split: bool) -> None:
     """A batch of weight 0 is none, and no batch is pulled beyond the last step."""
@@ -223,7 +224,7 @@ def test_steps_count_steps(schedule: str, check_split: bool) -> None:
     assert (trainer.num_steps, result.num_skipped, pulled) == (3, 1, 4)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_interrupted_while_the_reader_blocks(schedule: str) -> None:
     """It ends at once; the steps that were applied are counted, and their rows are in the store."""
     blocked = threading.Event()
@@ -243,7 +244,7 @@ def test_interrupted_while_the_reader_blocks(schedule: str) -> None:
     assert trainer.digest() == digest_after(4)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_not_within_fit(schedule: str, tmp_path) -> None:
     trainer = make_trainer(World(), replace(CASE, schedule=schedule))
     trainer.save(tmp_path / "save")
@@ -255,7 +256,7 @@ def test_not_within_fit(schedule: str, tmp_path) -> None:
             trainer.fit(global_batches(2), after_step=call)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_export_within_fit_sees_the_newest_rows(schedule: str) -> None:
     exported = {}
     for name in ("serial", schedule):
@@ -306,7 +307,7 @@ def save_twice(world: World, path, schedule: str) -> tuple[str, bool]:
     return texts[0], loaded.digest() == trainer.digest()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_a_failed_save_is_survived(schedule: str, tmp_path) -> None:
     for text, same in on_ranks(2, save_twice, tmp_path / "save", schedule):
         assert "saving to /proc/nestpipe failed" in text

@@ -1,8 +1,8 @@
 """Ranks against a full sort in plain Python integers: ties, histories, items never trained, one to three ranks.
 
 Fails, for example, if _count takes ties for lower where all keys of a block are smaller (limit = score), if
-_count_histories counts a repeated item twice (no .unique()), or if it takes the target out with the history (no
-is_other).
+_count_histories counts a repeated item twice (no .unique()), or if it takes the target out with the history
+(key <= targets).
 """
 
 import math
@@ -85,7 +85,7 @@ def ranks_of(
     world: World, corpus: Tensor | int, normalise: bool = True, block: int = 2048, skew: bool = False
 ) -> Ranked:
     """Of this rank's share of the users; with `skew` rank 0 has none of them, if there are others."""
-    rank.NUM_ITEMS, rank.NUM_USERS = block, max(1, block // 2)
+    rank.NUM_ITEMS, rank.NUM_USERS, rank.NUM_TOGETHER = block, max(1, block // 2), max(1, block // 3)
     queries = some_queries()
     who = torch.arange(len(queries.users))
     first = 1 if skew and world.size > 1 else 0
@@ -106,9 +106,9 @@ def joined(results: list[Ranked], skew: bool = False) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def sizes_as_before():
-    before = rank.NUM_ITEMS, rank.NUM_USERS
+    before = rank.NUM_ITEMS, rank.NUM_USERS, rank.NUM_TOGETHER
     yield
-    rank.NUM_ITEMS, rank.NUM_USERS = before
+    rank.NUM_ITEMS, rank.NUM_USERS, rank.NUM_TOGETHER = before
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -1,0 +1,143 @@
+"""Several 'hosts' on one machine: network namespaces, with a link of a stated rate between them.
+
+Namespaces and interfaces carry the number of this process in their names. They are removed however it ends, unless by
+SIGKILL.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from nestpipe.distributed.child import die_with_parent
+
+PORT = 29500
+"""where ranks find each other; in a namespace of its own every port is free"""
+LARGEST_PACKET_BYTES = 16384
+"""that a host hands to its link at once; the default of 64 kB would not fit into a small burst"""
+QUEUE_MS = 50
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Host:
+    namespace: str
+    interface: str
+    address: str
+
+
+def check_possible(num_hosts: int, rate: str) -> None:
+    """Refuses, before anything is made, what cannot be done here."""
+    if num_hosts != 2:
+        raise ValueError(f"hosts is {num_hosts}: the link is one cable, so there must be 2")
+    if not re.fullmatch(r"[1-9][0-9]*(kbit|mbit|gbit)", rate):
+        raise ValueError(f"rate is {rate!r}, must be a whole number and a unit of tc: kbit, mbit or gbit, as in 1gbit")
+    if os.geteuid() != 0:
+        raise ValueError("hosts are network namespaces, which only root may make; run it as root, as with sudo")
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise ValueError(f"there is no program {program!r}; it comes with the package iproute2")
+
+
+@contextmanager
+def linked_hosts(rate: str, burst_bytes: int) -> Iterator[list[Host]]:
+    """Two hosts and a cable; what each of them sends is held to the rate, bursts aside."""
+    check_possible(2, rate)
+    name = f"np{os.getpid()}h"  # interfaces may have 15 characters
+    hosts = [Host(f"nestpipe-{os.getpid()}-{i}", f"{name}{i}", f"198.18.0.{i + 1}") for i in range(2)]
+    with _ended_by_signals():
+        try:
+            _make(hosts, rate, burst_bytes)
+            yield hosts
+        finally:
+            _remove(hosts)
+
+
+def _make(hosts: Sequence[Host], rate: str, burst_bytes: int) -> None:
+    for host in hosts:
+        _do("ip", "netns", "add", host.namespace)
+    ends = [["name", host.interface, "netns", host.namespace] for host in hosts]
+    _do("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for host in hosts:
+        within = "-n", host.namespace
+        _do("ip", *within, "link", "set", "lo", "up")
+        _do("ip", *within, "address", "add", f"{host.address}/15", "dev", host.interface)
+        _do("ip", *within, "link", "set", host.interface, "gso_max_size", str(LARGEST_PACKET_BYTES), "up")
+        bucket = "rate", rate, "burst", str(burst_bytes), "latency", f"{QUEUE_MS}ms"
+        _do("tc", *within, "qdisc", "add", "dev", host.interface, "root", "tbf", *bucket)
+
+
+def _remove(hosts: Sequence[Host]) -> None:
+    """Also what was only half made. An interface goes with its namespace."""
+    with _handled(signal.SIG_IGN):
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.namespace], stderr=subprocess.DEVNULL, check=False)
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip()}; hosts need a kernel with veth and tbf")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """They raise, so that what was made is removed on the way out, as they do for Ctrl-C anyway."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _ENDS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def ranks_on(hosts: Sequence[Host], module: str, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """`python -m module` on each host, a rank each, and no longer than this context; their output is for us to read."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(len(hosts)):
+            ranks.append(_start(hosts, rank, [sys.executable, "-m", module, *arguments]))
+        yield ranks
+    finally:
+        with _handled(signal.SIG_IGN):
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _start(hosts: Sequence[Host], rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    host = hosts[rank]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(PORT),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses have no names here, which torch warns of
+    }
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host.namespace, *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C is for us: we end them
+        preexec_fn=die_with_parent,
+    )

@@ -1,0 +1,134 @@
+"""`bench overlap`: what a frozen window leaves exposed when every exchange takes the same time, known in advance.
+
+Two ranks. Each row exchange and gradient return takes T, empty or not; the dense part of a micro-batch is a sleep of
+more than twice that. Then only the first exchange and the last one can be seen: 2 T a step, whatever the number of
+micro-batches.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import spawn
+
+from nestpipe.bench.pairs import spread
+from nestpipe.bench.report import Record
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.distributed import Channel, World
+from nestpipe.embedding.row_optimizer import SGD
+from nestpipe.embedding.table import Feature, Pooled, Table
+from nestpipe.pipelining.pipeline import Pipeline, Step
+from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.pipelining.trace import Trace
+from nestpipe.train.reducer import DenseReducer
+from nestpipe.train.summary import step_value
+
+SEED = 1
+NUM_RANKS = 2
+EXCHANGE_MS = 20.0
+DENSE_MS = 55.0
+"""of each micro-batch: at least 2.5 exchanges"""
+NUM_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    nums_micro_batches: tuple[int, ...] = (2, 4, 8)
+    left_out: int = 3
+    counted: int = 15
+
+
+QUICK = Size(nums_micro_batches=(2,), left_out=1, counted=2)
+
+
+def records(quick: bool) -> Iterator[Record]:
+    context = get_context("spawn")
+    results: Queue[list[Record]] = context.Queue()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(_run, (store.port, QUICK if quick else Size(), results), NUM_RANKS)  # raises what a rank has raised
+    yield from results.get()
+
+
+class SlowChannel(Channel):
+    """Every exchange takes EXCHANGE_MS."""
+
+    def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
+        end = time.perf_counter() + EXCHANGE_MS / 1e3
+        received = super().all_to_all(parts, receive_bytes)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return received
+
+
+def _run(rank: int, port: int, size: Size, results: "Queue[list[Record]]") -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    world = World(rank, NUM_RANKS)
+    world.rows = SlowChannel("row exchange", world.watch, dist.new_group(backend="gloo"))
+    world.gradients = SlowChannel("gradient return", world.watch, dist.new_group(backend="gloo"))
+    ways = [(schedule, n) for n in size.nums_micro_batches for schedule in WINDOWED]
+    measured: list[Record] = [_measure(world, schedule, n, size) for schedule, n in ways]
+    if rank == 0:
+        results.put(measured)
+    world.close()
+
+
+def _measure(world: World, schedule: str, num_micro_batches: int, size: Size) -> Record:
+    features: dict[str, Feature] = {"items": Pooled(Table("item", 16, optimizer=SGD(0.1)))}
+    model = torch.nn.Linear(4, 1)
+    reducer = DenseReducer(model, world)
+    trace = Trace()
+    num_steps = size.left_out + size.counted
+    batches = itertools.islice(itertools.cycle(_batches(world)), num_steps)
+    with Pipeline(
+        features,
+        batches,
+        world=world,
+        schedule=schedule,
+        num_micro_batches=num_micro_batches,
+        trace=trace,
+        seed=SEED,
+    ) as steps:
+        for step in steps:
+            _train(step, reducer)
+    exposed = [step_value(times, "exposed_exchange_ms") for times in trace.steps[size.left_out :]]
+    both = torch.tensor(exposed, dtype=torch.float64)
+    world.control.all_reduce_sum(both)
+    of_steps = [float(total) / world.size for total in both]
+    return {
+        "schedule": schedule,
+        "num_micro_batches": num_micro_batches,
+        "ranks": NUM_RANKS,
+        "threads": 1,
+        "seed": SEED,
+        "exchange_ms": EXCHANGE_MS,
+        "dense_ms_of_micro_batch": DENSE_MS,
+        "num_steps": len(of_steps),
+        "exposed_exchange_ms": statistics.median(of_steps),
+        **spread("exposed_over_two_exchanges", [ms / (2 * EXCHANGE_MS) for ms in of_steps]),
+    }
+
+
+def _batches(world: World) -> list[Batch]:
+    """One of them has so few keys that most micro-batches bring nothing that was not there: empty exchanges."""
+    generator = torch.Generator().manual_seed(SEED + world.rank)
+    offsets = torch.arange(0, NUM_SAMPLES * 4 + 1, 4)
+    keys = [torch.randint(high, (NUM_SAMPLES * 4,), generator=generator) for high in (1000, 4)]
+    return [Batch({"items": Jagged(values, offsets)}) for values in keys]
+
+
+def _train(step: Step, reducer: DenseReducer) -> None:
+    for micro_batch in step:
+        time.sleep(DENSE_MS / 1e3)
+        for leaf in micro_batch.leaves.values():
+            leaf.grad = torch.ones_like(leaf)
+    reducer.finish(step)
+    step.update_rows()

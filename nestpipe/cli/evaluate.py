@@ -1,0 +1,50 @@
+"""`nestpipe evaluate`: a saved model on held-out samples."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nestpipe.cli.launch import launch
+from nestpipe.cli.show import show_evaluation
+from nestpipe.cli.this_rank import check_writable, failed, on_this_rank
+from nestpipe.train.checkpoint import CheckpointError, find_checkpoint, read_recipe
+from nestpipe.train.config_text import change_config, parse_config
+from nestpipe.train.config_value import ConfigError
+from nestpipe.train.run import evaluate_saved
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="The checkpoint.dir of a run, or a folder with one checkpoint in it.")
+    ],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the saved recipe.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Processes to start; must be as many as saved it, the default.")
+    ] = None,
+    path: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+) -> None:
+    """Evaluate a saved model, as the end of its training does. The recipe is saved with the model."""
+    try:
+        checkpoint = find_checkpoint(checkpoint)
+        recipe, num_saved = read_recipe(checkpoint)
+        config = change_config(parse_config(recipe, f"the recipe of {checkpoint}"), settings or ())
+        check_writable("--json", path)
+        if ranks not in (None, num_saved):
+            raise ConfigError(f"{checkpoint} was saved by {num_saved} ranks; --ranks must be {num_saved}, or left out")
+    except (ConfigError, CheckpointError) as error:
+        raise failed(error, 2) from None
+    if num_saved > 1 and "WORLD_SIZE" not in os.environ:
+        raise typer.Exit(launch(num_saved, sys.argv[1:]))
+    result = on_this_rank(config, lambda resolved, world: evaluate_saved(resolved, world, checkpoint))
+    if result is None:
+        return
+    show_evaluation(result, Console())
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")

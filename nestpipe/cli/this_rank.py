@@ -1,0 +1,53 @@
+"""One rank of a command: its world, its errors as one line, its exit code."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from nestpipe.distributed import RankError, World
+from nestpipe.pipelining.pipeline import NonFiniteError
+from nestpipe.train.checkpoint import CheckpointError
+from nestpipe.train.config import Config
+from nestpipe.train.config_value import ConfigError
+from nestpipe.train.run import Summary
+
+EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError, OSError, MemoryError)
+"""Errors whose text says it all; any other is shown with its traceback."""
+
+
+def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Summary | None:
+    """Calls it with the resolved config and the world; its result on rank 0, None on the others."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    config = config.resolved(ranks_here, os.cpu_count() or 1)
+    world = World.from_environment(config.distributed.timeout_seconds)
+    try:
+        with world.watch.reporting():
+            summary = work(config, world)
+        world.close()
+    except KeyboardInterrupt:
+        raise failed(RuntimeError("interrupted (Ctrl-C)"), 130, world) from None
+    except Exception as error:
+        if not isinstance(error, EXPECTED):
+            traceback.print_exc()
+        raise failed(error, 1, world) from None
+    return summary if world.rank == 0 else None
+
+
+def failed(error: Exception, code: int, world: World | None = None) -> typer.Exit:
+    rank = f"rank {world.rank}: " if world is not None and world.size > 1 else ""
+    where = f"{world.watch.where}: " if world is not None and not isinstance(error, RankError) else ""
+    text = str(error) or type(error).__name__
+    print(f"nestpipe: {rank}{'' if text.startswith(where) else where}{text}", file=sys.stderr, flush=True)
+    for note in getattr(error, "__notes__", ()):
+        print(f"nestpipe: {rank}{note}", file=sys.stderr, flush=True)
+    return typer.Exit(code)
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Before the run, not after it."""
+    if path is not None and (not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{path} of {option} cannot be written; give a file in a folder that exists")

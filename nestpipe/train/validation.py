@@ -1,0 +1,66 @@
+"""Validation while training: numbers every so many steps, a stop when they no longer improve, the best model saved."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nestpipe.train.trainer import FitResult, Trainer
+
+LOWER_IS_BETTER = ("loss", "log_loss", "normalised_entropy")
+MODES = ("lower", "higher")
+
+
+class Validation:
+    """A callback of Trainer.fit. Use one object for all calls of fit that belong to one training.
+
+    `function` gives numbers by name, the same on every rank, as those of `evaluate` are. Training ends when the metric
+    has not improved in `patience` validations one after another; nan is no improvement. The model of the best one is
+    saved as `save_best`.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        function: Callable[[Trainer], Mapping[str, float]],
+        *,
+        metric: str = "loss",
+        mode: str | None = None,
+        patience: int | None = None,
+        save_best: str | Path | None = None,
+    ) -> None:
+        """mode: whether "lower" or "higher" is better; None: lower for losses and entropies, higher for others."""
+        if every < 1:
+            raise ValueError(f"every is {every}, must be at least 1 step")
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience is {patience}, must be at least 1 validation; None: never stop")
+        if mode not in (None, *MODES):
+            raise ValueError(f"mode is {mode!r}, must be 'lower' or 'higher'")
+        self.every = every
+        self.metric = metric
+        self.mode = mode or ("lower" if metric in LOWER_IS_BETTER else "higher")
+        self.patience = patience
+        self.save_best = save_best
+        self.best: dict[str, float] | None = None
+        """the numbers of the best validation, and its step"""
+        self.num_since_best = 0
+        """validations after the best one"""
+        self._function = function
+
+    def __call__(self, trainer: Trainer, result: FitResult) -> bool:
+        numbers = {"step": trainer.num_steps, **self._function(trainer)}
+        if self.metric not in numbers:
+            names = ", ".join(name for name in numbers if name != "step")
+            raise trainer.world.watch.agreed(ValueError(f"there is no metric {self.metric!r}; there are {names}"))
+        result.validations.append(numbers)
+        if self._is_better(numbers[self.metric]):
+            self.best, self.num_since_best = numbers, 0
+            if self.save_best is not None:
+                trainer.save(self.save_best)
+        else:
+            self.num_since_best += 1
+        return self.patience is not None and self.num_since_best >= self.patience
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:
+            return value == value  # not nan
+        best = self.best[self.metric]
+        return value < best if self.mode == "lower" else value > best

@@ -1,0 +1,59 @@
+"""E2: another number of micro-batches, or another clustering, gives the same rows and parameters up to rounding.
+
+Fails if Trainer divides a micro-batch's loss by its own number of samples, or if Jagged.split gives a part the offsets
+of another one. Rounding is what remains: the digests differ.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nestpipe import World
+from nestpipe.data.cluster import CLUSTER_METHODS
+from nestpipe.pipelining.schedule import WINDOWED
+from tests.exactness.cases import OPTIMIZERS, Case, on_ranks, train
+
+STEPS = 100
+SPLITS = [(1, "none"), (5, "minhash"), (8, "spectral")]
+
+
+def train_splits(world: World, case: Case, splits: list[tuple[int, str]]) -> list:
+    return [train(world, replace(case, num_micro_batches=n, method=method)) for n, method in splits]
+
+
+def check(size: int, case: Case, splits: list[tuple[int, str]]) -> None:
+    for of_rank in on_ranks(size, train_splits, case, splits):
+        digest, losses, dense, rows = of_rank[0]
+        for other in of_rank[1:]:
+            assert other[1] == pytest.approx(losses, rel=1e-10)
+            for name, expected in dense.items():
+                assert_close(other[2][name], expected)
+            for name, (keys, expected) in rows.items():
+                assert other[3][name][0].tolist() == keys.tolist()
+                assert_close(other[3][name][1], expected)
+        assert any(other[0] != digest for other in of_rank[1:])
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    if len(expected) > 0:
+        assert (got - expected).abs().max() / expected.abs().max() < 1e-10
+
+
+CASES = [Case("adagrad", "shared", steps=STEPS), Case("adam", "pooled_mean", steps=STEPS)]
+
+
+@pytest.mark.parametrize("schedule", WINDOWED)
+@pytest.mark.parametrize(("size", "case"), [(1, CASES[1]), (3, CASES[0])], ids=str)
+def test_other_splits(schedule: str, size: int, case: Case) -> None:
+    check(size, replace(case, schedule=schedule), SPLITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", WINDOWED)
+@pytest.mark.parametrize("layout", ["sequence", "shared"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_other_splits_everywhere(schedule: str, size: int, optimizer: str, layout: str) -> None:
+    splits = [(1, "none"), *((n, method) for n in (2, 5, 8) for method in CLUSTER_METHODS)]
+    check(size, Case(optimizer, layout, steps=STEPS, schedule=schedule), splits)
