@@ -30,7 +30,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 CORES = 2
 AT = (10, 50)
 USERS_AT_A_TIME = 500
-QUICK = ("train.steps=20", "evaluate.num_samples=200", "evaluate.batch_size=100")
+QUICK = ("train.steps=12", "evaluate.num_samples=200", "evaluate.batch_size=100")
 
 
 def records(quick: bool) -> Iterator[Record]:

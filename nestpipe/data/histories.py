@@ -173,9 +173,7 @@ class HistoryData(Dataset):
     def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
         """[n, ATTEMPTS] items, for users of these interests, behind the items before."""
         shape = self.shape
-        way = (
-            draws.way * np.where(begins, 1 - shape.follow, 1.0)[:, None] + np.where(begins, shape.follow, 0.0)[:, None]
-        )
+        way = np.where(begins[:, None], shape.follow + draws.way * (1 - shape.follow), draws.way)
         one = users[np.arange(len(users))[:, None], draws.of_user(shape.interests_a_user)]
         of_interest = self._of_interest.take(one, draws.item)
         cells = self.leads_to[before][:, None] * shape.num_interests + users

@@ -1,7 +1,7 @@
 """Histories from a recipe to ranks: every schedule the same bits, losses that agree, and something is learned.
 
-Fails, for example, if WithNegatives is given another seed on each rank, if evaluate leaves the model in training mode,
-or if held_out begins at position 0 (the hit rate of trained users is then not that of others).
+Fails, for example, if pipeline.stale is true by default, if evaluate divides by the number of samples instead of the
+weight, or if next_items gives each position its own item.
 """
 
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_learns_what_users_do() -> None:
     record = learning.learn(small("hstu", *(f"histories.{setting}" for setting in corpus), *model, *length))
     assert record["loss_difference"] < 1e-6
     assert record["popularity_hr_10"] < record["bigram_hr_10"] < record["oracle_hr_10"]
-    assert 3 * record["popularity_hr_10"] < record["hr_10"] < record["oracle_hr_10"]
+    assert 5 * record["popularity_hr_10"] < record["hr_10"] < record["oracle_hr_10"]
 
 
 def test_every_target_is_answered() -> None:
