@@ -19,6 +19,7 @@ from nestpipe.store import HostStore, group_by_owner
 from nestpipe.train import rank
 from nestpipe.train.exact_scores import whole_cosine_rows, whole_rows, whole_users
 from nestpipe.train.rank import Queries, Ranked, rank_targets
+from tests.ops.test_largest_tensor import LargestTensor
 from tests.ranks import run_ranks
 
 DIM = 5
@@ -154,6 +155,19 @@ def test_by_hand() -> None:
     assert rank_of(26, [0, 0, 0]) == 2
     assert rank_of(26, [0, 10, 26, 10**9]) == 1
     assert rank_of(23, []) == NUM_ITEMS
+
+
+def test_no_tensor_of_all_users_and_items() -> None:
+    """Fails with NUM_TOGETHER or NUM_ITEMS = 2**40."""
+    rank.NUM_ITEMS, rank.NUM_USERS, rank.NUM_TOGETHER = 32, 2048, 16
+    generator = torch.Generator().manual_seed(5)
+    num_users, num_items = 200, 1000
+    users = torch.randn(num_users, DIM, generator=generator)
+    targets = torch.randint(num_items, (num_users,), generator=generator)
+    queries = Queries(users, targets, Jagged.from_lists([[]] * num_users))
+    with LargestTensor() as largest:
+        rank_targets(queries, num_items, TABLE, store_of(World()), World().evaluate)
+    assert largest.num_elements < 5000  # the users themselves, as bytes, are 4000
 
 
 def test_nothing_is_created() -> None:
