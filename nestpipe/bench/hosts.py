@@ -88,10 +88,10 @@ def _do(*command: str) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """They raise, so that what was made is removed on the way out, as they do for Ctrl-C anyway."""
+    """They raise, so that what was made is removed on the way out; without this only Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     with _handled(leave):
         yield

@@ -74,6 +74,7 @@ def ratios(way: Way, rounds: Rounds, shares: Shares, compute: str) -> dict[str, 
         fields |= over_rounds(
             "exposed_exchange_end_to_end", lambda i: 1 - (before[i]["step_ms"] - mine[i]["step_ms"]) / exchange[i]
         )
+    if way.schedule in ("intra", "nested") and compute == "paced":
         least = [least_step_ms(way, mine[i], serial[i], same_parts[i], shares) for i in range(len(mine))]
         fields |= over_rounds("allowed_speedup", lambda i: serial[i]["step_ms"] / least[i])
         fields |= over_rounds("speedup_vs_allowed", lambda i: least[i] / mine[i]["step_ms"])

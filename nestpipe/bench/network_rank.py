@@ -16,7 +16,7 @@ from nestpipe.bench.pairs import spread
 from nestpipe.data.cluster import BY_KEYS
 from nestpipe.distributed import World
 
-PACE = 1.45
+PACE = 1.5
 """dense time over serial's exchange time, where dense compute is paced"""
 
 
@@ -102,8 +102,9 @@ class Bench:
             yield self._record(way, compute, rounds, sleep_ms)
 
     def _set_pace(self, loops: dict[Way, Loop]) -> float:
-        values = loops[Way("serial", 1)].turn(3 * self.size.num_batches)
-        sleep_ms = PACE * values["exposed_exchange_ms"]  # the same number on all ranks
+        serial, size = loops[Way("serial", 1)], self.size
+        exchange_ms = statistics.median(serial.turn(size.num_batches)["exposed_exchange_ms"] for _ in range(5))
+        sleep_ms = PACE * exchange_ms  # the same number on all ranks
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = sleep_ms

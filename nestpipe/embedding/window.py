@@ -6,56 +6,25 @@ summation is the same: a requester's micro-batches 0, 1, ..., then the requester
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
 from nestpipe.embedding.memory import recycled
+from nestpipe.embedding.plan import Places, Plan, Plans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import OwnedTable, Route
-
-WINDOWS = ("once", "resend")
-
-Places = Tensor | None
-"""Ascending places in a list of keys; None: all of them."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which keys of a list travel with each micro-batch; both ends make the same one from the keys' uses."""
-
-    bring: list[Places]
-    take: list[Places]
-
-    @staticmethod
-    def of(uses: Tensor, window: str, frozen: bool) -> "Plan":
-        num_micro_batches = uses.shape[1]
-        bring: list[Places]
-        take: list[Places]
-        if num_micro_batches == 1:
-            bring = take = [None]
-        elif window == "resend":
-            bring = take = [_where(uses[:, i]) for i in range(num_micro_batches)]
-        else:
-            columns = uses.T.contiguous()
-            bring = _grouped(num_micro_batches - 1 - _last_use(columns.flip(0)), num_micro_batches)
-            take = _grouped(_last_use(columns), num_micro_batches)
-        none = torch.empty(0, dtype=torch.int64)
-        return Plan(bring, [none] * num_micro_batches if frozen else take)
 
 
 class RequesterTable:
     """One table on the requester: rows it has been sent, gradients it has summed."""
 
-    def __init__(self, request: TableRequest, window: str) -> None:
+    def __init__(self, request: TableRequest, plan: Plan, window: str) -> None:
         self.request = request
-        self.plan = Plan.of(request.uses, window, request.table.frozen)
+        self.plan = plan
         self.keeps = window == "once"
         self.shape = (len(request.keys), request.table.dim)
         self._sent: dict[int, Tensor] = {}
@@ -112,10 +81,10 @@ class RequesterTable:
 class OwnerTable:
     """One table on the owner: frozen rows, and a slot of gradient for each (requester, key)."""
 
-    def __init__(self, owned: OwnedTable, buffer: Buffer, window: str) -> None:
+    def __init__(self, owned: OwnedTable, plans: list[Plan], buffer: Buffer) -> None:
         self.owned = owned
+        self.plans = plans
         self.buffer = buffer
-        self.plans = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
         self._slot_gradients: dict[int, Tensor] = {}
 
     def rows_for(self, requester: int, micro_batch: int) -> Tensor:
@@ -157,13 +126,17 @@ class Window:
     """All tables of one batch."""
 
     def __init__(
-        self, route: Route, buffers: list[Buffer], rows: Channel, gradients: Channel, window: str = "once"
+        self, route: Route, buffers: list[Buffer], rows: Channel, gradients: Channel, plans: Plans | None = None
     ) -> None:
+        """The plans may have been made before, when nobody waited; else rows travel once."""
+        plans = plans if plans is not None else Plans.of(route, "once")
         self.rows_channel = rows
         self.gradients_channel = gradients
         self.rank, self.size = rows.rank, rows.size
-        self.requester = [RequesterTable(request, window) for request in route.request.tables]
-        self.owner = [OwnerTable(owned, b, window) for owned, b in zip(route.owned, buffers, strict=True)]
+        self.requester, self.owner = [], []
+        for request, owned, buffer, plan in zip(route.request.tables, route.owned, buffers, plans.tables, strict=True):
+            self.requester.append(RequesterTable(request, plan.requester, plans.window))
+            self.owner.append(OwnerTable(owned, plan.owner, buffer))
         self.row_bytes = 0
         self.gradient_bytes = 0
 
@@ -237,22 +210,3 @@ class Window:
 
 def _bytes(rows: Tensor) -> Tensor:
     return rows.flatten().view(torch.uint8)
-
-
-def _where(mask: Tensor) -> Tensor:
-    return mask.nonzero().flatten()
-
-
-def _last_use(columns: Tensor) -> NDArray[np.int16]:
-    """[keys] the last micro-batch that uses each key, from [num_micro_batches, keys]. A pass over all keys for each
-    micro-batch: several times as fast as argmax over the few uses of each key."""
-    last = np.zeros(columns.shape[1], dtype=np.int16)
-    for i, column in enumerate(columns.numpy().view(np.uint8)):
-        np.maximum(last, column * np.int16(i), out=last)
-    return last
-
-
-def _grouped(numbers: NDArray[np.int16], num_groups: int) -> list[Places]:
-    """For each group the places where its number stands, ascending. Numbers of 16 bits are sorted digit by digit."""
-    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
-    return list(order.split(np.bincount(numbers, minlength=num_groups).tolist()))

@@ -68,7 +68,7 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
     endless = batches(_beside_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
     for op in endless:
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
-            yield replace(op, waits_for=(("route", op.batch - 1, -1),))
+            yield replace(op, waits_for=(*op.waits_for, ("route", op.batch - 1, -1)))
         else:
             yield op
 
@@ -93,16 +93,19 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
     yield from _bring_in(1)
     for batch in count():
         yield _retrieve(batch + 1)
-        yield from _bring_in(batch + 2)
         yield Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
-        yield from window(batch, num_micro_batches)
+        first, *rest = window(batch, num_micro_batches)
+        yield first
+        # The compute lane waits for the first rows: what is for later leaves them the processor and the link.
+        yield from _bring_in(batch + 2, after=(first.name,))
+        yield from rest
         yield Op("update", COMPUTE, batch)
         yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
         yield Op("write_back", "host", batch, waits_for=(("overlap_sync", batch, -1),))
 
 
-def _bring_in(batch: int) -> Iterator[Op]:
-    yield Op("prefetch", "input", batch)
+def _bring_in(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
+    yield Op("prefetch", "input", batch, waits_for=after)
     yield Op("upload", "upload", batch, waits_for=(("prefetch", batch, -1),))
     yield Op("route", "route", batch, waits_for=(("upload", batch, -1),))
 

@@ -19,6 +19,7 @@ from nestpipe.embedding.buffer import (
     sync_overlap,
     write_back,
 )
+from nestpipe.embedding.plan import Plans
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
@@ -39,9 +40,11 @@ class Flight:
     """None: not pulled, because the run has as many steps as it was asked for"""
     route: Route | None = None
     """None: no rank has a batch, or there was an error"""
+    plans: Plans | None = None
+    """what travels with which micro-batch"""
     buffers: list[Buffer] = field(default_factory=list)
     window: Window | None = None
-    """from its retrieval to its update"""
+    """while it is in training"""
     gradients: dict[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
     """by micro-batch, from its dense part until they are taken: of its leaves, by table"""
     overlap: list[Overlap] | None = None
@@ -151,13 +154,13 @@ class Stages:
             return  # on every rank: they have seen the same headers
         try:
             flight.route = route_keys(flight.request, self._num_tables, self._world.route)
+            flight.plans = None if flight.route is None else Plans.of(flight.route, self._window)
         except Exception as error:
             flight.error = error
         self._has_ended = flight.route is None
         self._num_steps_routed += flight.is_step
 
     def retrieve(self, op: Op) -> None:
-        """Rows and row state that are not in the other buffer; and the plan of the exchanges, which takes no rows."""
         flight, before = self.flight(op.batch), self.flight(op.batch - 1)
         if not flight.is_step:
             return
@@ -169,14 +172,16 @@ class Stages:
             memory = self._memory[op.batch % 2]
             flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
             flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)
-            channels = self._world.rows, self._world.gradients
-            flight.window = Window(flight.route, flight.buffers, *channels, self._window)
         except Exception as error:  # no memory, for example
             flight.error = error
 
     def begin(self, op: Op) -> None:
-        """From here on the rows of this batch are frozen, until the update."""
+        """Opens the window of a batch that is a step: from here on its rows are frozen, until the update."""
         flight = self.flight(op.batch)
+        if not flight.is_step:
+            return
+        assert flight.route is not None
+        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, flight.plans)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
 

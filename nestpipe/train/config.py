@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.data.negatives import NEGATIVES_PER
-from nestpipe.embedding.window import WINDOWS
+from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.stages import FAULTS

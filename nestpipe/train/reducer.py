@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.distributed.world import World
-from nestpipe.pipelining.pipeline import NonFiniteError, Step
+from nestpipe.pipelining.pipeline import NonFiniteError, Step, are_finite
 
 
 class DenseReducer:
@@ -58,7 +58,7 @@ class DenseReducer:
         self._begin_rest()
         is_finite = loss is None or bool(loss.isfinite())
         is_finite = is_finite and (step is None or step.gradients_are_finite())
-        is_finite = is_finite and gradients_are_finite(self.parameters)
+        is_finite = is_finite and all(are_finite(p.grad) for p in self.parameters if p.grad is not None)
         with step.trace.span("reduce") if step is not None else nullcontext():
             sums = self._sums()
             any_used = self._agree(step, is_finite, loss)
@@ -132,8 +132,3 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.
         buckets[-1].append(parameter)
         filled += parameter.nbytes
     return buckets
-
-
-def gradients_are_finite(parameters: list[nn.Parameter]) -> bool:
-    gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-    return all(bool(gradient.isfinite().all()) for gradient in gradients)

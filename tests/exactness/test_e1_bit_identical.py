@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nestpipe.data import Batch, Jagged
 from nestpipe.data.cluster import CLUSTER_METHODS
 from nestpipe.distributed import World
-from nestpipe.embedding.window import WINDOWS
+from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import OPTIMIZERS, Case, make_trainer, on_ranks, train
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import DenseReducer, NonFiniteError, World
-from tests.exactness.cases import Case, SmallModel, global_batches, make_trainer
+from tests.exactness.cases import GLOBAL_BATCH, Case, SmallModel, global_batches, make_trainer
 from tests.ranks import run_ranks
 
 CASE = Case("sgd", "pooled_sum", 2, steps=3)
@@ -33,6 +33,15 @@ class BatchNorm(SmallModel):
 class BatchCentred(SmallModel):
     def dense(self, parts, label) -> Tensor:
         return super().dense([part - part.mean(0) for part in parts], label)
+
+
+class Neighbours(SmallModel):
+    """Looks at the sample behind each one, but not across the middle of a whole batch: halves do not show it."""
+
+    def dense(self, parts, label) -> Tensor:
+        half = len(label) // 2 if len(label) == GLOBAL_BATCH else len(label)
+        same = [(of == of.roll(1)).sum() for of in label.split(half)]
+        return super().dense(parts, label) + sum(same)
 
 
 class Dropout(SmallModel):
@@ -80,6 +89,17 @@ def test_refused(size: int, model_class: type[SmallModel], text: str) -> None:
         assert "when the batch is cut in two: this model cannot be trained in micro-batches" in message
         assert text in message
         assert num_rows == 0
+
+
+def test_the_clustered_partition_is_tried_too() -> None:
+    """Fails if SplitCheck tries the halves alone, or micro-batches in the given order."""
+    trainer = make_trainer(World(), replace(CASE, num_micro_batches=2, method="none"))
+    trainer.model = Neighbours({name: feature.table.dim for name, feature in trainer.features.items()})
+    trainer.fit(global_batches(1))
+    trainer = make_trainer(World(), replace(CASE, num_micro_batches=2))
+    trainer.model = Neighbours({name: feature.table.dim for name, feature in trainer.features.items()})
+    with pytest.raises(ValueError, match=r"cut into 2 micro-batches, cluster\.method = 'spectral': this model cannot"):
+        trainer.fit(global_batches(1))
 
 
 def test_dropout_is_no_reason_and_nothing_is_left_behind() -> None:

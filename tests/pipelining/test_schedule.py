@@ -36,11 +36,11 @@ input    prefetch 1
 upload   upload 1         after prefetch 1
 route    route 1          after upload 1
 host     retrieve 1       after route 1
-input    prefetch 2
-upload   upload 2         after prefetch 2
-route    route 2          after upload 2
 compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
 compute  bring 0.0
+input    prefetch 2       after bring 0.0
+upload   upload 2         after prefetch 2
+route    route 2          after upload 2
 compute  dense 0.0
 compute  take 0.0
 compute  bring 0.1
@@ -51,10 +51,11 @@ compute  update 0
 compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
 host     write_back 0     after overlap_sync 0
 host     retrieve 2       after route 2
-input    prefetch 3
+compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
+compute  bring 1.0
+input    prefetch 3       after bring 1.0
 upload   upload 3         after prefetch 3
 route    route 3          after upload 3
-compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
 """
 
 INTRA = """
@@ -87,11 +88,11 @@ input    prefetch 1
 upload   upload 1         after prefetch 1
 route    route 1          after upload 1
 host     retrieve 1       after route 1
-input    prefetch 2
-upload   upload 2         after prefetch 2
-route    route 2          after upload 2
 compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
 rows     bring 0.0
+input    prefetch 2       after bring 0.0
+upload   upload 2         after prefetch 2
+route    route 2          after upload 2
 rows     bring 0.1
 compute  dense 0.0        after bring 0.0
 gradients take 0.0        after dense 0.0
@@ -102,11 +103,11 @@ compute  update 0
 compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
 host     write_back 0     after overlap_sync 0
 host     retrieve 2       after route 2
-input    prefetch 3
-upload   upload 3         after prefetch 3
-route    route 3          after upload 3
 compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
 rows     bring 1.0
+input    prefetch 3       after bring 1.0
+upload   upload 3         after prefetch 3
+route    route 3          after upload 3
 """
 
 
@@ -154,7 +155,13 @@ def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
 
 def test_a_run_of_so_many_steps_waits_before_it_pulls_more() -> None:
     pulls = [op for op in islice(operations("inter", 1, steps=3), 100) if op.stage == "prefetch"]
-    assert [op.waits_for for op in pulls[:5]] == [(), (), (), (("route", 2, -1),), (("route", 3, -1),)]
+    assert [op.waits_for for op in pulls[:5]] == [
+        (),
+        (),
+        (("bring", 0, 0),),
+        (("bring", 1, 0), ("route", 2, -1)),
+        (("bring", 2, 0), ("route", 3, -1)),
+    ]
 
 
 def test_unknown() -> None:

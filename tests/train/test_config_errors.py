@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.embedding.window import WINDOWS
+from nestpipe.embedding.plan import WINDOWS
 from nestpipe.train.config import DATA
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
@@ -48,7 +48,7 @@ SECTIONS = (
         ("[exchange]\nzzz = 1", "unknown key exchange.zzz in recipe.toml; the keys of exchange are window"),
         (
             "[checkpoint]\n'a\tb' = 1",
-            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, load',
+            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, best, load',
         ),
         ("[[tables]]\nnam = 1", "unknown key tables[0].nam in recipe.toml; did you mean tables[0].name?"),
         ("[[tables]]\nname = 'a'\n[[tables]]\ndim = 1", "tables[1] in recipe.toml has no name; add name = ..."),
