@@ -10,6 +10,7 @@ from rich.console import Console
 
 from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
+from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
@@ -77,6 +78,12 @@ def cluster(path: Json, quick: Quick = False, check: Check = False) -> None:
 def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The blocked form of attention against the plain one: memory for each token by length, and time."""
     _run("attention", lambda: attention_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """HSTU and FuXi on synthetic histories: ranks of held-out targets against counting and against the oracle."""
+    _run("learning", lambda: learning_bench.records(quick), path, quick, check)
 
 
 @app.command()

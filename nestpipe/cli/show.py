@@ -37,10 +37,20 @@ def show_evaluation(result: Summary, console: Console) -> None:
 
 
 def _show_metrics(metrics: dict[str, float], console: Console) -> None:
+    title = f"{metrics['num_samples']:,} held-out samples"
+    if "mrr" in metrics:
+        _show_rank_metrics(title, metrics, console)
+        return
     kinds = (("AUC", "auc", "0.5"), ("normalised entropy", "normalised_entropy", "1.0"), ("log loss", "log_loss", ""))
     rows = [(name, _number(metrics[f]), _number(metrics[f"{f}_ceiling"]), nothing) for name, f, nothing in kinds]
-    title = f"{metrics['num_samples']:,} held-out samples"
     console.print(_table(None, (title, "model", "the generator's own probability", "knowing nothing"), rows))
+
+
+def _show_rank_metrics(title: str, metrics: dict[str, float], console: Console) -> None:
+    names = [name for name in metrics if "_at_" in name]
+    rows = [(name.replace("_at_", "@").upper(), _number(metrics[name])) for name in names]
+    rows += [("MRR", _number(metrics["mrr"])), ("loss", _number(metrics["loss"]))]
+    console.print(_table(None, (title, f"among {metrics['num_items']:,} items"), rows))
 
 
 def _show_time(summary: Summary, console: Console) -> None:

@@ -41,6 +41,7 @@ class ClickData(Dataset):
     """
 
     num_samples: int | None = None
+    feature_names = tuple(f"c{field:02}" for field in range(len(NUM_VALUES)))
     BIAS = -1.5
     KEY_STRENGTH = 0.5
     DENSE_STRENGTH = 0.15
@@ -54,7 +55,6 @@ class ClickData(Dataset):
         self.seed = seed
         self.num_samples = num_samples
         self.num_values = tuple(max(10, round(number * scale)) for number in NUM_VALUES)
-        self.feature_names = tuple(f"c{field:02}" for field in range(len(NUM_VALUES)))
         self._quantiles = np.stack([zipf_quantiles(number, skew) for number in self.num_values])
         self._dense_effects = self.DENSE_STRENGTH * normal(stream("dense effect", 0, np.arange(NUM_DENSE)))
 

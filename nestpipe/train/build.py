@@ -1,25 +1,23 @@
 """From a recipe to a Trainer and its data. Nothing further in reads the config."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from nestpipe.data.cluster import Clustering
-from nestpipe.data.dataset import Batches, Dataset
-from nestpipe.data.synthetic import NUM_DENSE, ClickData
+from nestpipe.data.dataset import Batches
+from nestpipe.data.synthetic import NUM_DENSE
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
-from nestpipe.embedding.table import Feature, Pooled, Table
-from nestpipe.models import DLRM
+from nestpipe.embedding.table import Feature, Table
+from nestpipe.models import DLRM, HSTU, FuXi
 from nestpipe.store import init
+from nestpipe.train.build_data import build_dataset, check_data, features_of, held_out, table_sections
 from nestpipe.train.config import Config, DenseOptimizerSection, RowOptimizerSection, TableSection
-from nestpipe.train.config_value import ConfigError, suggestion
+from nestpipe.train.config_value import ConfigError
 from nestpipe.train.trainer import Trainer
-
-HELD_OUT = 2**40
-"""Sample position from which on nobody trains."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +30,12 @@ class Run:
 
 
 def build(config: Config, world: World) -> Run:
-    """A trainer as the recipe says, on this rank of the world. Thread counts must be resolved."""
+    """A trainer as the recipe says, on this rank of the world. The config must be resolved."""
     assert config.store.num_threads is not None
-    dataset = ClickData(config.data.seed, config.data.num_samples, config.data.skew)
-    features = build_features(config, dataset.feature_names)
-    model = DLRM(
-        NUM_DENSE,
-        dataset.feature_names,
-        config.model.dim,
-        config.model.bottom,
-        config.model.top,
-        config.model.interaction,
-        config.train.seed,
-        config.model.cross_layers,
-        config.model.cross_rank,
-    )
+    check_data(config)
+    features = build_features(config)
     trainer = Trainer(
-        model,
+        build_model(config, features),
         features,
         dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters),
         world=world,
@@ -65,17 +52,26 @@ def build(config: Config, world: World) -> Run:
         seed=config.train.seed,
         num_threads=config.store.num_threads,
     )
-    return Run(trainer, _batches(config, dataset, world), _held_out(config, world))
+    dataset = build_dataset(config, config.data.num_samples)
+    batches = Batches(dataset, config.train.batch_size, world.rank, world.size)
+    return Run(trainer, batches, held_out(config, world))
 
 
-def build_features(config: Config, names: tuple[str, ...]) -> dict[str, Feature]:
-    """A table for each sparse feature, of the feature's name, as [[tables]] says."""
-    sections = {section.name: section for section in config.tables}
-    for name in sections:
-        if name not in names:
-            remedy = suggestion(name, names) or f"; there are {', '.join(names)}"
-            raise ConfigError(f"[[tables]] names {name!r}, which is no table of the data {config.data.kind!r}{remedy}")
-    return {name: Pooled(build_table(config, sections.get(name, TableSection(name)))) for name in names}
+def build_model(config: Config, features: Mapping[str, Feature]) -> nn.Module:
+    model, seed = config.model, config.train.seed
+    if model.kind == "dlrm":
+        layers = (model.dim, model.bottom, model.top, model.interaction)
+        return DLRM(NUM_DENSE, tuple(features), *layers, seed, model.cross_layers, model.cross_rank)
+    sizes = (model.dim, model.max_length, model.num_layers, model.num_heads, model.dim_qk, model.dim_v, model.dropout)
+    loss = (model.negatives_per, model.temperature)
+    if model.kind == "hstu":
+        return HSTU(*sizes, *loss, seed=seed)
+    return FuXi(*sizes, model.ffn_multiply, *loss, seed=seed)
+
+
+def build_features(config: Config) -> dict[str, Feature]:
+    tables = {name: build_table(config, section) for name, section in table_sections(config).items()}
+    return features_of(config, tables)
 
 
 def build_table(config: Config, section: TableSection) -> Table:
@@ -102,6 +98,8 @@ def _initial(kind: str, scale: float) -> init.Distribution:
 
 
 def _row_optimizer(config: RowOptimizerSection, section: TableSection) -> RowOptimizer:
+    assert config.lr is not None
+    assert config.betas is not None
     kind, lr, decay = section.optimizer or config.kind, section.lr or config.lr, config.weight_decay
     eps = {} if config.eps is None else {"eps": config.eps}
     if kind == "sgd":
@@ -126,14 +124,3 @@ def _warmup(num_steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_
     if num_steps == 0:
         return None
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / num_steps))
-
-
-def _batches(config: Config, dataset: Dataset, world: World) -> Batches:
-    return Batches(dataset, config.train.batch_size, world.rank, world.size)
-
-
-def _held_out(config: Config, world: World) -> Batches:
-    dataset = ClickData(config.data.seed, HELD_OUT + config.evaluate.num_samples, config.data.skew)
-    batches = Batches(dataset, config.evaluate.batch_size or config.train.batch_size, world.rank, world.size)
-    batches.load_state({"position": HELD_OUT})
-    return batches

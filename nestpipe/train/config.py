@@ -4,14 +4,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
+from nestpipe.data.negatives import NEGATIVES_PER
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.stages import FAULTS
 from nestpipe.store.interface import MOST_ROWS
 
-DATA = ("clicks",)
-MODELS = ("dlrm",)
+PREPARED = ("movielens-1m", "movielens-20m", "kuairand-27k", "criteo-kaggle", "criteo-terabyte")
+"""data that a reader is to come for: recipes may name it, a run refuses it"""
+DATA = ("clicks", "histories", *PREPARED)
+SEQUENCE_MODELS = ("hstu", "fuxi")
+MODELS = ("dlrm", *SEQUENCE_MODELS)
 INITS = ("normal", "truncated_normal", "uniform", "constant")
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
@@ -39,10 +43,26 @@ def key(default: T, meaning: str, **allowed: Any) -> T:
 
 @dataclass(frozen=True)
 class DataSection:
-    kind: str = key("clicks", "which data; clicks is a synthetic click log, made as it is read", choices=DATA)
+    kind: str = key("clicks", "which data; clicks and histories are synthetic, made as they are read", choices=DATA)
     seed: int = key(0, "of the synthetic data", at_least=0)
-    skew: float = key(1.05, "exponent of the Zipf distribution of the keys", at_least=0)
+    skew: float = key(1.05, "of clicks: exponent of the Zipf distribution of the keys", at_least=0)
     num_samples: int | None = key(None, "samples in all; not set: endless", at_least=1)
+
+
+@dataclass(frozen=True)
+class HistoriesSection:
+    """What data.kind = "histories" is made of; the longest history has model.max_length items."""
+
+    num_items: int = key(2000, "items of the corpus", at_least=1)
+    skew: float = key(0.8, "exponent of the Zipf distribution of the items", at_least=0)
+    num_interests: int = key(20, "interests there are", at_least=1)
+    interests_a_user: int = key(3, "interests that a user has", at_least=1)
+    num_groups: int = key(25, "groups of items; each item leads to one", at_least=1)
+    follow: float = key(0.6, "probability of an item that the one before leads to", at_least=0, below=1)
+    interest: float = key(0.25, "probability of an item of the user's interests", at_least=0, below=1)
+    new_session: float = key(0.15, "probability that an item begins a session", at_least=0, at_most=1)
+    median_length: float = key(20.0, "median of the lengths of histories", at_least=1)
+    length_spread: float = key(0.5, "standard deviation of the logarithms of lengths", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,16 @@ class ModelSection:
     interaction: str = key("dot", "how the embeddings of a sample meet", choices=INTERACTIONS)
     cross_layers: int = key(3, "layers of the cross network, where interaction is cross", at_least=1)
     cross_rank: int = key(512, "rank of its matrices", at_least=1)
+    max_length: int = key(200, "of hstu and fuxi, as all below: most items of a history", at_least=1, below=2**12)
+    num_layers: int = key(2, "layers of attention", at_least=1)
+    num_heads: int = key(1, "heads of a layer", at_least=1)
+    dim_qk: int = key(50, "width of queries and keys of a head", at_least=1)
+    dim_v: int = key(50, "width of values of a head", at_least=1)
+    dropout: float = key(0.2, "share of elements left out in training", at_least=0, below=1)
+    ffn_multiply: int = key(1, "of fuxi: width of the hidden layer, in dims", at_least=1)
+    num_negatives: int = key(128, "items that a next item is told from", at_least=1)
+    negatives_per: str = key("position", "negatives for each position, or shared by a sample", choices=NEGATIVES_PER)
+    temperature: float = key(0.05, "what scores are divided by", above=0)
 
 
 @dataclass(frozen=True)
@@ -73,11 +103,13 @@ class TableSection:
 
 @dataclass(frozen=True)
 class RowOptimizerSection:
-    kind: str = key("adagrad", "how rows change", choices=ROW_OPTIMIZERS)
-    lr: float = key(0.05, "learning rate", above=0)
+    kind: str | None = key(None, "how rows change; not set: adagrad, of hstu and fuxi adam", choices=ROW_OPTIMIZERS)
+    lr: float | None = key(None, "learning rate; not set: 0.05, of hstu and fuxi that of the dense optimizer", above=0)
     weight_decay: float = key(0.0, "on the rows of the batch only", at_least=0)
     initial_accumulator: float = key(0.0, "what the sum of squares of the two Adagrads starts from", at_least=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "of Adam", at_least=0, below=1)
+    betas: tuple[float, float] | None = key(
+        None, "of Adam; not set: 0.9, 0.999, of hstu and fuxi those of the dense optimizer", at_least=0, below=1
+    )
     eps: float | None = key(None, "added to the denominator; not set: the optimizer's own", at_least=0)
 
 
@@ -166,6 +198,7 @@ class Config:
     """A whole run. The defaults are the demo."""
 
     data: DataSection = DataSection()
+    histories: HistoriesSection = HistoriesSection()
     model: ModelSection = ModelSection()
     tables: tuple[TableSection, ...] = ()
     row_optimizer: RowOptimizerSection = RowOptimizerSection()
@@ -182,11 +215,18 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
 
     def resolved(self, ranks_on_host: int, cores: int) -> "Config":
-        """With numbers of threads: the bits of a run depend on them, so they belong to what is saved with it."""
+        """With what the bits of a run depend on, so that it is saved with it: threads, the row optimizer."""
         num_threads = min(max(1, cores // ranks_on_host), MOST_THREADS)
         store, runtime = self.store, self.runtime
         if store.num_threads is None:
             store = replace(store, num_threads=num_threads)
         if runtime.dense_threads is None:
             runtime = replace(runtime, dense_threads=num_threads)
-        return replace(self, store=store, runtime=runtime)
+        return replace(self, store=store, runtime=runtime, row_optimizer=self._row_optimizer())
+
+    def _row_optimizer(self) -> RowOptimizerSection:
+        rows, dense = self.row_optimizer, self.dense_optimizer
+        kind, lr, betas = "adagrad", 0.05, (0.9, 0.999)
+        if self.model.kind in SEQUENCE_MODELS:
+            kind, lr, betas = "adam", dense.lr, dense.betas
+        return replace(rows, kind=rows.kind or kind, lr=rows.lr or lr, betas=rows.betas or betas)

@@ -16,10 +16,11 @@ from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
 from nestpipe.train.config_value import ConfigError
-from nestpipe.train.evaluate import evaluate
+from nestpipe.train.evaluate import Metric, evaluate
+from nestpipe.train.rank_metrics import RankMetrics
 from nestpipe.train.summary import summarise, table_memory
 from nestpipe.train.trace_file import write_trace
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.trainer import FitResult, Trainer
 from nestpipe.train.validation import Validation
 
 Summary = dict[str, Any]
@@ -52,7 +53,7 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
 
 
 def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
-    """All ranks call it, and get the same summary. Thread counts of the config must be resolved."""
+    """All ranks call it, and get the same summary. The config must be resolved."""
     this_run = _start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
@@ -95,7 +96,7 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         "checkpoint": str(checkpoint),
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
-        "metrics": _evaluate(this_run),
+        "metrics": _evaluate(config, this_run),
         "config": to_toml(config),
     }
 
@@ -138,7 +139,7 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
         raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
     return Validation(
         section.every,
-        lambda trainer: _evaluate(this_run),
+        lambda trainer: _evaluate(config, this_run),
         metric=section.metric,
         patience=section.patience or None,
         save_best=best,
@@ -150,11 +151,15 @@ def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str,
         return {}
     if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
         return {name: value for name, value in result.validations[-1].items() if name != "step"}
-    return _evaluate(this_run)
+    return _evaluate(config, this_run)
 
 
-def _evaluate(this_run: Run) -> dict[str, float]:
+def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
     """On the held-out samples, the same ones every time."""
-    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [ClickMetrics()])
+    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [_metric(config, this_run.trainer)])
     numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
     return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
+
+
+def _metric(config: Config, trainer: Trainer) -> Metric:
+    return ClickMetrics() if config.data.kind == "clicks" else RankMetrics(trainer, config.histories.num_items)

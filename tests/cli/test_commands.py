@@ -106,6 +106,19 @@ def test_bench_cluster_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+def test_bench_learning_quick(tmp_path: Path) -> None:
+    path = tmp_path / "learning.json"
+    done = run("bench", "learning", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [record["model"] for record in records] == ["hstu", "fuxi"]
+    for record in records:
+        assert record["loss_difference"] < 1e-6
+        assert record["popularity_hr_10"] < record["bigram_hr_10"] < record["oracle_hr_10"]
+    misses = find_misses(load_targets("learning"), records)
+    assert not [miss for miss in misses if "no record answers it" in miss]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

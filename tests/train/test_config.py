@@ -18,6 +18,7 @@ from nestpipe.train.config import (
     DenseOptimizerSection,
     Key,
     ModelSection,
+    RowOptimizerSection,
     RuntimeSection,
     StoreSection,
     TableSection,
@@ -44,7 +45,8 @@ def test_no_recipe_is_the_defaults() -> None:
     assert (config.train.steps, config.train.batch_size, config.train.deterministic) == (300, 2048, True)
     assert (config.data.kind, config.data.skew, config.data.num_samples) == ("clicks", 1.05, None)
     assert (config.model.dim, config.model.bottom, config.model.top) == (64, (128,), (256, 128))
-    assert (config.row_optimizer.kind, config.row_optimizer.lr) == ("adagrad", 0.05)
+    rows = config.resolved(1, 1).row_optimizer
+    assert (rows.kind, rows.lr, rows.betas) == ("adagrad", 0.05, (0.9, 0.999))
     assert (config.dense_optimizer.kind, config.dense_optimizer.clip_norm) == ("adam", None)
     assert (config.tables, config.checkpoint, config.evaluate.num_samples) == ((), CheckpointSection(None, 0), 65536)
 
@@ -126,13 +128,24 @@ def test_every_schedule_of_the_pipeline_is_a_choice(name: str) -> None:
     assert load_config(None, [f"pipeline.schedule={name}"]).pipeline.schedule == name
 
 
-def test_resolved_fills_threads_and_nothing_else() -> None:
+def test_resolved_fills_threads_and_the_row_optimizer_and_nothing_else() -> None:
     config = Config(train=TrainSection(steps=5))
     filled = config.resolved(ranks_on_host=2, cores=7)
-    assert filled == replace(config, store=StoreSection(3), runtime=RuntimeSection(3))
+    rows = RowOptimizerSection("adagrad", 0.05, betas=(0.9, 0.999))
+    assert filled == replace(config, store=StoreSection(3), runtime=RuntimeSection(3), row_optimizer=rows)
     assert config.resolved(ranks_on_host=4, cores=2).store.num_threads == 1
-    own = Config(store=StoreSection(5), runtime=RuntimeSection(6))
+    own = Config(store=StoreSection(5), runtime=RuntimeSection(6), row_optimizer=replace(rows, kind="sgd", lr=1.0))
     assert own.resolved(ranks_on_host=1, cores=2) == own
+
+
+@pytest.mark.parametrize("kind", ["hstu", "fuxi"])
+def test_rows_of_histories_change_as_the_dense_part_does(kind: str) -> None:
+    """Fails if resolved leaves out the betas."""
+    dense = ("dense_optimizer.lr=0.003", "dense_optimizer.betas=[0.9, 0.98]", f"model.kind={kind}")
+    rows = load_config(None, dense).resolved(1, 1).row_optimizer
+    assert (rows.kind, rows.lr, rows.betas) == ("adam", 0.003, (0.9, 0.98))
+    rows = load_config(None, [*dense, "row_optimizer.kind=sgd", "row_optimizer.lr=1"]).resolved(1, 1).row_optimizer
+    assert (rows.kind, rows.lr) == ("sgd", 1.0)
 
 
 def values_of(hint: Any, key: Key) -> st.SearchStrategy[Any]:
@@ -140,14 +153,14 @@ def values_of(hint: Any, key: Key) -> st.SearchStrategy[Any]:
     if key.choices:
         values: st.SearchStrategy[Any] = st.sampled_from(key.choices)
     elif "tuple" in str(hint):
-        element, *others = get_args(hint)
+        element, *others = get_args(get_args(hint)[0] if "None" in str(hint) else hint)
         length = None if others == [...] else 1 + len(others)
-        return st.lists(values_of(element, key), min_size=length or 0, max_size=length or 3).map(tuple)
+        values = st.lists(values_of(element, key), min_size=length or 0, max_size=length or 3).map(tuple)
     elif "int" in str(hint):
-        values = st.integers(int(key.at_least or 0), int(key.at_most or 2**63 - 1))
+        values = st.integers(int(key.at_least or 0), int(key.at_most or (key.below or 2**63) - 1))
     elif "float" in str(hint):
-        low, high = key.at_least if key.above is None else key.above, key.below
-        values = st.floats(low, high, exclude_min=key.above is not None, exclude_max=high is not None)
+        low, high = key.at_least if key.above is None else key.above, key.below or key.at_most
+        values = st.floats(low, high, exclude_min=key.above is not None, exclude_max=key.below is not None)
         values = values.filter(math.isfinite)
     elif "bool" in str(hint):
         values = st.booleans()
@@ -178,7 +191,7 @@ def test_every_config_reads_back_from_its_text(config: Config) -> None:
 
 def test_text_of_a_config() -> None:
     text = to_toml(Config(tables=(TableSection('a "b"\n\x7f', lr=1e-5),), model=ModelSection(bottom=(8, 4))))
-    assert '[data]\nkind = "clicks"\nseed = 0\nskew = 1.05\n\n[model]\n' in text  # num_samples is None: left out
+    assert '[data]\nkind = "clicks"\nseed = 0\nskew = 1.05\n\n[histories]\n' in text  # num_samples is None: left out
     assert "\nbottom = [8, 4]\n" in text
     assert (
         '\n[[tables]]\nname = "a \\"b\\"\\n\\u007f"\ninit = "normal"\ninit_scale = 0.02\nlr = 1e-05\nfrozen = false\n'
@@ -201,5 +214,5 @@ def test_describe_lists_every_key() -> None:
     assert lines["data.num_samples"] == ["integer, at least 1", "not set", "samples in all; not set: endless"]
     assert lines["tables.name"] == ["string", "required", "of a table of the data"]
     assert lines["exchange.window"][:2] == ['"once" | "resend"', '"once"']
-    assert lines["row_optimizer.betas"][:2] == ["list of 2 numbers, at least 0 and below 1", "[0.9, 0.999]"]
+    assert lines["row_optimizer.betas"][:2] == ["list of 2 numbers, at least 0 and below 1", "not set"]
     assert lines["train.deterministic"][:2] == ["true or false", "true"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe.embedding.plan import WINDOWS
+from nestpipe.train.config import DATA
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 
@@ -28,8 +29,8 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, runtime, "
-    "distributed, evaluate, logging, checkpoint"
+    "data, histories, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, "
+    "runtime, distributed, evaluate, logging, checkpoint"
 )
 
 
@@ -47,7 +48,7 @@ SECTIONS = (
         ("[exchange]\nzzz = 1", "unknown key exchange.zzz in recipe.toml; the keys of exchange are window"),
         (
             "[checkpoint]\n'a\tb' = 1",
-            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, load',
+            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, best, load',
         ),
         ("[[tables]]\nnam = 1", "unknown key tables[0].nam in recipe.toml; did you mean tables[0].name?"),
         ("[[tables]]\nname = 'a'\n[[tables]]\ndim = 1", "tables[1] in recipe.toml has no name; add name = ..."),
@@ -142,8 +143,8 @@ def test_limits_hold_for_elements_of_lists_and_for_tables() -> None:
             '"adagrd", must be one of sgd, adagrad, rowwise_adagrad, adam; did you mean adagrad?',
         ),
         ("dense_optimizer.kind = 'zzz'", '"zzz", must be one of sgd, adagrad, adam, adamw'),
-        ("data.kind = 'click'", '"click", must be clicks; did you mean clicks?'),
-        ("model.kind = ''", '"", must be dlrm'),
+        ("data.kind = 'click'", f'"click", must be one of {", ".join(DATA)}; did you mean clicks?'),
+        ("model.kind = ''", '"", must be one of dlrm, hstu, fuxi'),
         ("exchange.window = 'twice'", f'"twice", must be one of {", ".join(WINDOWS)}'),
     ],
 )

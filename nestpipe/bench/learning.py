@@ -1,0 +1,105 @@
+"""`bench learning`: HSTU and FuXi learn the synthetic histories; their ranks against counting and against the oracle.
+
+Each trains as its recipe says, in this process, then ranks the targets of held-out users among all items without the
+user's history. The oracle, the bigram and the popularity rank the same targets. Both are counted from the samples that
+the model was trained on. docs/learning.md says what each of them knows.
+
+The loss of the last batch is taken twice from the same rows: by evaluate just before it is trained on, and by fit.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nestpipe.bench.report import Record
+from nestpipe.data.histories import HistoryData
+from nestpipe.data.history_baselines import Guess, count, ranks_of_targets
+from nestpipe.data.history_oracle import HistoryOracle
+from nestpipe.distributed import World
+from nestpipe.train.build import Run, build
+from nestpipe.train.build_data import HELD_OUT, build_histories
+from nestpipe.train.config import SEQUENCE_MODELS, Config
+from nestpipe.train.config_text import load_config
+from nestpipe.train.evaluate import evaluate
+from nestpipe.train.rank_metrics import RankMetrics, hit_rate, mrr, ndcg
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CORES = 2
+AT = (10, 50)
+USERS_AT_A_TIME = 500
+QUICK = ("train.steps=12", "evaluate.num_samples=200", "evaluate.batch_size=100")
+
+
+def records(quick: bool) -> Iterator[Record]:
+    for model in SEQUENCE_MODELS:
+        config = load_config(RECIPES / f"{model}-histories.toml", QUICK if quick else ()).resolved(1, CORES)
+        yield learn(config)
+
+
+def learn(config: Config) -> Record:
+    """Trains as the config says, and compares."""
+    assert config.runtime.dense_threads is not None
+    torch.set_num_threads(config.runtime.dense_threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    this_run = build(config, World())
+    seconds, difference = _train(config, this_run)
+    metrics = RankMetrics(this_run.trainer, config.histories.num_items, AT)
+    found = evaluate(this_run.trainer, this_run.held_out, [metrics]).metrics
+    mine = {name.replace("_at_", "_"): value for name, value in found.items() if "num_" not in name}
+    others = _others(config)
+    return {
+        "model": config.model.kind,
+        "seed": config.train.seed,
+        "data_seed": config.data.seed,
+        "schedule": config.pipeline.schedule,
+        "num_micro_batches": config.pipeline.num_micro_batches,
+        "ranks": 1,
+        "threads": config.runtime.dense_threads,
+        "dim": config.model.dim,
+        "num_items": config.histories.num_items,
+        "num_held_out": config.evaluate.num_samples,
+        "steps": this_run.trainer.num_steps,
+        "seconds": seconds,
+        **mine,
+        **others,
+        **{f"hr10_vs_{name}": mine["hr_10"] / others[f"{name}_hr_10"] for name in ("popularity", "bigram", "oracle")},
+        "loss_difference": difference,
+    }
+
+
+def _train(config: Config, this_run: Run) -> tuple[float, float]:
+    """Seconds, without those of the check; and by which share of it the loss of the last batch differs."""
+    trainer, steps, size = this_run.trainer, config.train.steps, config.train.batch_size
+    started = time.perf_counter()
+    trainer.fit(this_run.batches, steps - 1)
+    seconds = time.perf_counter() - started
+    evaluated = evaluate(trainer, [this_run.batches.dataset.samples((steps - 1) * size, size)]).loss
+    started = time.perf_counter()
+    trained = trainer.fit(this_run.batches, 1).losses[-1]
+    return seconds + time.perf_counter() - started, abs(trained - evaluated) / abs(trained)
+
+
+def _others(config: Config) -> dict[str, float]:
+    """What the oracle and counting reach on the same held-out users."""
+    data = build_histories(config, None)
+    popularity, bigram = count(data, data.shape.num_items, 0, config.train.steps * config.train.batch_size)
+    guesses: dict[str, Guess] = {"oracle": HistoryOracle(data), "bigram": bigram, "popularity": popularity}
+    ranks = _ranks(guesses, data, config.evaluate.num_samples)
+    return {f"{name}_{field}": value for name in guesses for field, value in _metrics(ranks[name]).items()}
+
+
+def _ranks(guesses: dict[str, Guess], data: HistoryData, num_users: int) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {name: [] for name in guesses}
+    for first in range(0, num_users, USERS_AT_A_TIME):
+        batch = data.samples(HELD_OUT + first, min(USERS_AT_A_TIME, num_users - first))
+        for name, guess in guesses.items():
+            parts[name].append(ranks_of_targets(guess.scores(batch), batch))
+    return {name: torch.cat(of_name) for name, of_name in parts.items()}
+
+
+def _metrics(ranks: Tensor) -> dict[str, float]:
+    named = {f"hr_{at}": hit_rate(ranks, at) for at in AT} | {f"ndcg_{at}": ndcg(ranks, at) for at in AT}
+    return named | {"mrr": mrr(ranks)}
