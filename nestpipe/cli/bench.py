@@ -10,6 +10,7 @@ from rich.console import Console
 
 from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
+from nestpipe.bench import consistency as consistency_bench
 from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
@@ -106,3 +107,9 @@ def network(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _run("network", lambda: network_bench.records(rate, quick), path, quick, check)
+
+
+@app.command()
+def consistency(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """HSTU on 3 ranks: every schedule ends with serial's digest and metrics; how far stale rows are from them."""
+    _run("consistency", lambda: consistency_bench.records(quick), path, quick, check)

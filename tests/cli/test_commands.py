@@ -58,6 +58,23 @@ def test_bench_overlap_quick(tmp_path: Path) -> None:
     assert not [miss for miss in find_misses(load_targets("overlap"), records) if "no record answers it" in miss]
 
 
+def test_bench_consistency_quick(tmp_path: Path) -> None:
+    path = tmp_path / "consistency.json"
+    done = run("bench", "consistency", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(r["schedule"], r["stale"]) for r in records] == [
+        ("serial", False),
+        ("inter", False),
+        ("intra", False),
+        ("nested", False),
+        ("nested", True),
+    ]
+    assert [r.get("equals_serial") for r in records] == [True, True, True, True, None]
+    assert len({r["digest"] for r in records}) == 2  # stale rows are another run
+    assert not find_misses(load_targets("consistency"), records)
+
+
 def test_bench_attention_quick(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     done = run("bench", "attention", "--quick", "--json", str(path))
