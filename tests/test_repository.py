@@ -142,9 +142,12 @@ def test_readme_figures_are_those_of_the_results() -> None:
 
 def test_readme_figures_of_whole_steps() -> None:
     readme = (ROOT / "README.md").read_text()
-    (inter,) = [r for r in results("schedules.json") if "lookup_hidden_fraction" in r]
-    (serial,) = [r for r in results("schedules.json") if "lookup_share" in r]
-    traffic = [r["host_traffic_vs_serial"] for r in results("schedules.json") if "host_traffic_vs_serial" in r]
+    schedules = results("schedules.json")
+    hidden = {r["schedule"]: r for r in schedules if "lookup_hidden_fraction" in r}
+    inter, nested = hidden["inter"], hidden["nested"]
+    (serial,) = [r for r in schedules if "lookup_share" in r]
+    (overhead,) = [r for r in schedules if "overhead_vs_serial" in r]
+    traffic = [r["host_traffic_vs_serial"] for r in schedules if "host_traffic_vs_serial" in r]
     adagrad, adam = results("plain.json")
     for text in (
         f"{serial['lookup_share']:.2f} of a serial step is waiting for the store;",
@@ -152,8 +155,32 @@ def test_readme_figures_of_whole_steps() -> None:
         f"and {inter['lookup_hidden_end_to_end']:.2f} of it end to end.",
         f"A step is {inter['speedup_vs_serial']:.2f} times as fast",
         f"takes {inter['dense_slowdown']:.2f} times as long",
+        f"Nested hides {nested['lookup_hidden_fraction']:.2f}, and a step is {nested['speedup_vs_serial']:.2f} times",
         f"there remain {traffic[0]:.2f}, {traffic[1]:.2f} and {traffic[2]:.2f} when",
+        f"nested takes {overhead['overhead_vs_serial']:.3f} of serial's time",
         f"is {adagrad['embedding_speed_vs_plain']:.2f} and {adam['embedding_speed_vs_plain']:.2f} times",
         f"step {adagrad['speed_vs_plain']:.2f} and {adam['speed_vs_plain']:.2f} times faster",
+    ):
+        assert text in readme.replace("\n", " "), text
+
+
+def test_readme_figures_of_exchanges() -> None:
+    readme = (ROOT / "README.md").read_text()
+    network = [r for r in results("network.json") if r.get("window") == "once"]
+    paced = {r["schedule"]: r for r in network if "exposed_exchange_fraction" in r}
+    intra, nested = paced["intra"], paced["nested"]
+    (real,) = [r for r in network if r["schedule"] == "nested" and r["compute"] == "real"]
+    exposed = [r["exposed_over_two_exchanges"] for r in results("overlap.json") if r["schedule"] == "nested"]
+    clusters = {(r["data"], r["method"]): r for r in results("cluster.json") if r["num_micro_batches"] == 8}
+    spectral, given = ([clusters[data, method] for data in ("seq", "ctr")] for method in ("spectral", "none"))
+    for text in (
+        f"intra leaves {intra['exposed_exchange_fraction']:.3f} and nested {nested['exposed_exchange_fraction']:.3f}",
+        f"({(nested['head_share'] + nested['tail_share']) / 2:.3f} is the least:",
+        f"nested is {nested['speedup_vs_serial']:.2f} times as fast, {nested['speedup_vs_allowed']:.2f} of what",
+        f"nested is {real['real_speedup_vs_serial']:.2f} times as fast.",
+        f"exposes {exposed[0]:.2f}, {exposed[1]:.2f} and {exposed[2]:.2f} times two of them",
+        f"uses {spectral[0]['head_share']:.3f} (2,048 sequences) and {spectral[1]['head_share']:.3f} (16,384 clicks)",
+        f"{given[0]['head_share']:.3f} and {given[1]['head_share']:.3f} in the given order",
+        f"takes {spectral[0]['cluster_ms']:.1f} and {spectral[1]['cluster_ms']:.1f} ms of one thread",
     ):
         assert text in readme.replace("\n", " "), text
