@@ -83,6 +83,7 @@ def test_nothing_is_left_after_sigterm(tmp_path: Path) -> None:
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_nothing_is_left_after_a_rank_failed(tmp_path: Path) -> None:
     process = start(tmp_path / "network.json")
     wait_until(lambda: output_of("ip", "netns", "pids", f"nestpipe-{process.pid}-1"))

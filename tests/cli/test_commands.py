@@ -58,6 +58,7 @@ def test_bench_overlap_quick(tmp_path: Path) -> None:
     assert not [miss for miss in find_misses(load_targets("overlap"), records) if "no record answers it" in miss]
 
 
+@pytest.mark.slow
 def test_bench_consistency_quick(tmp_path: Path) -> None:
     path = tmp_path / "consistency.json"
     done = run("bench", "consistency", "--quick", "--json", str(path))
@@ -75,6 +76,7 @@ def test_bench_consistency_quick(tmp_path: Path) -> None:
     assert not find_misses(load_targets("consistency"), records)
 
 
+@pytest.mark.slow
 def test_bench_attention_quick(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     done = run("bench", "attention", "--quick", "--json", str(path))

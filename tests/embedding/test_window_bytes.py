@@ -12,10 +12,10 @@ import pytest
 from nestpipe import Batch, World
 from nestpipe.data.cluster import Clustering
 from nestpipe.embedding.request import make_request
-from nestpipe.pipelining.schedule import SCHEDULES, WINDOWED
 from nestpipe.store import group_by_owner, unique
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, share_of
 from tests.ranks import run_ranks
+from tests.schedules import OUTER
 
 STEPS = 3
 CASE = Case("sgd", "pooled_sum", steps=STEPS)
@@ -59,7 +59,7 @@ def bytes_of(world: World, case: Case) -> tuple[int, int, int, int]:
     return row_bytes, gradient_bytes, whole, apart
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_send_once_sends_what_the_unsplit_batch_sends(schedule: str) -> None:
     unsplit = run_ranks(3, bytes_of, CASE)
     split = run_ranks(3, bytes_of, replace(CASE, num_micro_batches=8, schedule=schedule))
@@ -71,7 +71,7 @@ def test_send_once_sends_what_the_unsplit_batch_sends(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["spectral", "minhash", "none"])
-@pytest.mark.parametrize("schedule", WINDOWED)
+@pytest.mark.parametrize("schedule", ["nested", pytest.param("intra", marks=pytest.mark.slow)])
 def test_resend_sends_every_micro_batch(schedule: str, method: str) -> None:
     resent = run_ranks(
         3, bytes_of, replace(CASE, num_micro_batches=8, window="resend", schedule=schedule, method=method)

@@ -28,10 +28,10 @@ def digests(world: World, case: Case) -> list[str]:
     return [train(world, run)[0] for run in runs]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "case", [Case("adam", "shared", 4, steps=8), Case("adagrad", "pooled_mean", 5, steps=8)], ids=str
-)
+ADAM, ADAGRAD = Case("adam", "shared", 4, steps=8), Case("adagrad", "pooled_mean", 5, steps=8)
+
+
+@pytest.mark.parametrize(("size", "case"), [(1, ADAM), (2, ADAGRAD), (3, ADAM), (4, ADAGRAD)], ids=str)
 def test_runs_repeat_and_windows_agree(size: int, case: Case) -> None:
     assert len({digest for of_rank in on_ranks(size, digests, case) for digest in of_rank}) == 1
 
@@ -76,13 +76,11 @@ def some_of(case: Case, number: int) -> list[Case]:
 
 
 def train_some(world: World, optimizer: str, first: int) -> list[tuple[str, list[tuple[str, int, int]]]]:
-    """Each stream twice, with another number of micro-batches, window and clustering each time."""
+    """Each stream, with another number of micro-batches, window and clustering than the stream before."""
     results = []
-    for i, stream in enumerate(STREAMS):
-        for number in (first + i, first + i + 2):
-            method = CLUSTER_METHODS[number % 3]
-            case = Case(optimizer, "shared", NUM_MICRO_BATCHES[number % 4], method=method)
-            results.append((stream, [train_stream(world, stream, run) for run in some_of(case, number)]))
+    for number, stream in enumerate(STREAMS, start=first):
+        case = Case(optimizer, "shared", NUM_MICRO_BATCHES[number % 4], method=CLUSTER_METHODS[number % 3])
+        results.append((stream, [train_stream(world, stream, run) for run in some_of(case, number)]))
     return results
 
 
@@ -109,7 +107,7 @@ def check_streams(results: list[list[tuple[str, list[tuple[str, int, int]]]]]) -
         assert runs[0][1:] == (num_batches - num_empty, num_empty)
 
 
-SOME = [(1, "adam"), (1, "sgd"), (2, "adagrad"), (2, "rowwise_adagrad"), (3, "adam"), (4, "own")]
+SOME = [(1, "adam"), (1, "sgd"), (2, "adagrad"), (3, "rowwise_adagrad"), (4, "own")]
 
 
 @pytest.mark.parametrize(("size", "optimizer"), SOME)
@@ -166,7 +164,7 @@ def test_any_stream_on_one_rank(stream: list[list[list[int] | None]]) -> None:
     assert len(digests) == 1
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(BATCHES_OF_RANKS, min_size=5, max_size=5))
 def test_any_stream_on_three_ranks(streams: list[list[list[list[int] | None]]]) -> None:
     results = run_ranks(3, train_drawn, streams)

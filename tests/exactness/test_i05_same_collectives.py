@@ -7,9 +7,9 @@ import pytest
 
 from nestpipe import World
 from nestpipe.distributed import Channel
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer
 from tests.ranks import run_ranks
+from tests.schedules import OUTER
 
 
 def collectives(world: World, schedule: str) -> dict[str, list[str]]:
@@ -29,7 +29,7 @@ def collectives(world: World, schedule: str) -> dict[str, list[str]]:
     return calls
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_same_order_on_every_rank(schedule: str) -> None:
     first, *others = run_ranks(3, collectives, schedule)
     assert len(first["row exchange"]) == 6 * 4

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import on_ranks
+from tests.schedules import OUTER
 
 
 class Weighted(nn.Module):
@@ -43,7 +43,7 @@ def train_shared_key(world: World, schedule: str) -> dict[str, list[tuple[int, l
     return {name: list(zip(p.keys.tolist(), p.records.tolist(), strict=True)) for name, p in pieces.items()}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_one_key_of_all_ranks_in_two_tables(schedule: str, size: int) -> None:
     results = on_ranks(size, train_shared_key, schedule)

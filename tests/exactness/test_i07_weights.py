@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.schedules import OUTER
 
 CASE = Case("sgd", "pooled_mean", 3, steps=6)
 
@@ -25,7 +25,7 @@ def train_weighted(world: World, schedule: str) -> tuple[list[float], torch.Tens
     return result.losses, trainer.model.first.detach().clone()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_are_global(schedule: str, size: int) -> None:
     ((losses, first),) = on_ranks(1, train_weighted, "serial")
@@ -47,7 +47,7 @@ def several_losses(world: World, schedule: str) -> list[float]:
     return trainer.fit([replace(b, weight={"buy": 3.0 * len(b), "click": float(len(b))}) for b in batches]).losses
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_each_loss_has_its_weight(schedule: str) -> None:
     plain = make_trainer(World(), CASE).fit(global_batches(1)).losses
     for losses in on_ranks(2, several_losses, schedule):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from nestpipe import World
-from nestpipe.pipelining.pipeline import SCHEDULES
 from nestpipe.train.digest import digest
 from tests.exactness.cases import (
     Case,
@@ -20,6 +19,7 @@ from tests.exactness.cases import (
     on_ranks,
     share_of,
 )
+from tests.schedules import OUTER
 
 CASE = Case("adam", "shared", 2, steps=6)
 
@@ -46,7 +46,7 @@ def leave_in_a_step(world: World, schedule: str, when: str) -> tuple[str, str, i
     return run(batches, 3), run(batches[:3], 3)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("when", ["at once", "in the middle"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_that_is_left(schedule: str, when: str, size: int) -> None:
@@ -63,7 +63,7 @@ def stop_after(world: World, schedule: str, steps: int) -> tuple[str, str]:
     return told.digest(), short.digest()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_batches_beyond_the_last_step(schedule: str, steps: int) -> None:
     for told, short in on_ranks(2, stop_after, schedule, steps):
@@ -86,6 +86,6 @@ def pulled(schedule: str, steps: int) -> int:
     return taken
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_no_batch_is_pulled_beyond_the_last_step(schedule: str) -> None:
     assert [pulled(schedule, steps) for steps in (1, 3)] == [1, 3]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
 from nestpipe.data.cluster import GIVEN_ORDER
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import on_ranks
+from tests.schedules import OUTER
 
 FACTORS = torch.tensor([1.0, 1e8, -1e8, 3.0, 1e-3, 7e7, -7e7, 1e-6], dtype=torch.float32)
 OF_RANKS = (1.0, 1e8, -1e8, 3.0)
@@ -49,7 +49,7 @@ def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]
     return trainer.store.export_piece("A", 0, 65536).records.flatten().tolist()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("window", ["once", "resend"])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_order(schedule: str, window: str, size: int) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from nestpipe import World
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.schedules import OUTER
 
 CASE = Case("adagrad", "shared", 3, steps=5)
 
@@ -36,7 +36,7 @@ def train_with_dropout(world: World, schedule: str, noise: bool) -> tuple[str, b
     return trainer.digest(), before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_dropout_depends_on_the_step_alone(schedule: str, size: int) -> None:
     quiet = on_ranks(size, train_with_dropout, "serial", False)

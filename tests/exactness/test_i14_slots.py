@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.pipelining.pipeline import SCHEDULES
 from nestpipe.store import hash_keys
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
+from tests.schedules import OUTER
 
 CASE = Case("adagrad", "shared", 2, steps=4)
 
@@ -53,7 +53,7 @@ class Elsewhere:
         self.rank, self.size = rank, size
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 3])
 def test_slots_in_route_order(schedule: str, size: int) -> None:
     for of_rank in on_ranks(size, slots, schedule):

@@ -6,8 +6,8 @@ Fails if RequesterTable.leaf returns the rows of the requester instead of a gath
 import pytest
 
 from nestpipe import World
-from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
+from tests.schedules import OUTER
 
 
 def spoil_leaves(world: World, schedule: str, spoil: bool) -> list[str]:
@@ -26,7 +26,7 @@ def spoil_leaves(world: World, schedule: str, spoil: bool) -> list[str]:
     return [str(row) for row in piece.records.tolist()]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_leaves_are_nobody_elses(schedule: str, size: int) -> None:
     assert on_ranks(size, spoil_leaves, schedule, True) == on_ranks(size, spoil_leaves, "serial", False)

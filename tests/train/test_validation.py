@@ -14,10 +14,10 @@ import pytest
 
 import nestpipe
 from nestpipe import Batch, World
-from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.train.trainer import FitResult, Trainer
 from nestpipe.train.validation import Validation
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.schedules import OUTER
 
 CASE = Case("adam", "shared", 2)
 
@@ -61,7 +61,7 @@ def in_one_go(world: World, steps: int) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_stopped_is_as_if_no_more_had_been_asked_for(schedule: str, size: int) -> None:
     expected = on_ranks(size, in_one_go, 6)[0], on_ranks(size, in_one_go, 11)[0]
     for stopped, whole, num_steps, numbers, num_pulled in on_ranks(size, stop_and_go_on, schedule):
@@ -77,7 +77,7 @@ def stop_at_the_last_step(world: World, schedule: str) -> tuple[str, int]:
     return trainer.digest(), trainer.num_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_stop_at_the_last_step(schedule: str) -> None:
     assert stop_at_the_last_step(World(), schedule) == (in_one_go(World(), 6), 6)
 
@@ -97,7 +97,7 @@ def validate_while_training(world: World, schedule: str, values: list[float], pa
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_patience(schedule: str, size: int) -> None:
     """Best at step 4; steps 6 and 8 are no better, equal is none. The digest is that of a run without validation."""
     values = [3.0, 2.0, 2.0, math.nan, 1.0]
@@ -214,7 +214,7 @@ def broken_reader(world: World, schedule: str) -> tuple[int, str, int]:
     return num_stopped, text, trainer.num_steps
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OUTER)
 def test_an_error_pulled_ahead_is_not_lost(schedule: str) -> None:
     """Fails if Stages.untrained leaves out errors."""
     for num_stopped, text, num_steps in on_ranks(2, broken_reader, schedule):
