@@ -14,6 +14,7 @@ import pytest
 
 import nestpipe
 from nestpipe import Batch, World
+from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.train.trainer import FitResult, Trainer
 from nestpipe.train.validation import Validation
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
