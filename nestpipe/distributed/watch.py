@@ -47,7 +47,6 @@ class Watch:
         """why this world can no longer be used"""
         self._store = store
         self._num_beats = 0
-        self._agreed: list[BaseException] = []
 
     def wait(self, pending: Future[T], stage: str, is_remote: bool = True) -> T:
         """The result of a lane's work. The caller's thread stays open to Ctrl-C.
@@ -82,7 +81,7 @@ class Watch:
 
     def agreed(self, error: E) -> E:
         """Marks an error that all ranks raise at the same place: they can go on together afterwards."""
-        self._agreed = [*self._agreed[-7:], error]
+        error._nestpipe_is_agreed = True  # type: ignore[attr-defined]
         return error
 
     @contextmanager
@@ -96,7 +95,7 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one goes no further."""
-        if self.size > 1 and self.failure is None and not any(error is e for e in self._agreed):
+        if self.size > 1 and self.failure is None and not getattr(error, "_nestpipe_is_agreed", False):
             self.failure = error
             self._set(f"failed/{self.rank}", describe(error))
             self._set("failed", "some")

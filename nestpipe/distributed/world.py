@@ -1,10 +1,12 @@
 """The world: this rank, all ranks, and the channels between them. A world of one is an ordinary case."""
 
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from weakref import WeakMethod
+from typing import Protocol
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,14 @@ from nestpipe.distributed.watch import Watch
 
 START_SECONDS = 120
 """how long ranks may take to find each other"""
+
+
+class Reduction(Protocol):
+    """Collectives that ranks begin one by one and end together."""
+
+    @property
+    def has_begun(self) -> bool: ...
+    def complete(self) -> None: ...
 
 
 class World:
@@ -33,7 +43,7 @@ class World:
         self.dense = self._channel("dense reduction")
         self.evaluate = self._channel("evaluation")
         self.control = self._channel("agreement")
-        self._completions: list[WeakMethod[Callable[[], None]]] = []
+        self._reductions: list[ReferenceType[Reduction]] = []
 
     @staticmethod
     def from_environment(timeout_seconds: float = 25.0) -> "World":
@@ -51,17 +61,17 @@ class World:
         with self.watch.busy():
             yield
 
-    def when_left(self, complete: Callable[[], None]) -> None:
-        """Has this method called, as long as its object lives, when a step is left halfway: see `leave`."""
-        self._completions.append(WeakMethod(complete))
+    def when_left(self, reduction: "Reduction") -> None:
+        """As long as it lives it is completed when a step is left halfway. Call it on all ranks, in the same order."""
+        self._reductions.append(ref(reduction))
 
     def leave(self) -> None:
         """On all ranks, when a step is left halfway. What some ranks have begun together and others not, all complete;
         otherwise the next collectives would meet those."""
-        self._completions = [reference for reference in self._completions if reference() is not None]
-        for reference in self._completions:
-            if complete := reference():
-                complete()
+        alive = {i: found for i, reference in enumerate(self._reductions) if (found := reference()) is not None}
+        begun = [i for i, reduction in alive.items() if reduction.has_begun]
+        for i in sorted({i for text in self.control.share_text(json.dumps(begun)) for i in json.loads(text)}):
+            alive[i].complete()
 
     def close(self) -> None:
         if self.size > 1 and self.watch.failure is None:

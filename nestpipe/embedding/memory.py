@@ -8,6 +8,7 @@ import math
 import mmap
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -41,8 +42,11 @@ class Recycler:
                 self._free.remove(block)
                 return block
             self._free.clear()  # sizes have grown: smaller blocks would lie idle
-        block = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
-        block.madvise(mmap.MADV_HUGEPAGE)
+        # Private: a forked process must not write into the rows of another.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        block = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, flags=flags)
+        with suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:

@@ -59,9 +59,10 @@ class Executor:
         """Until what the operation waits for is done; the time counts for the stage that is late."""
         for name in op.waits_for:
             pending = self._pending.get(name)
-            if pending is not None and not pending.done():
-                with self._trace.span(name[0]):
-                    self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+            if pending is None or (pending.done() and pending.exception() is None):
+                continue
+            with self._trace.span(name[0]):
+                self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)  # raises what it raised
         self._forget_done(op.batch)
 
     def drain(self) -> None:

@@ -1,5 +1,6 @@
 """The loop over steps and micro-batches, for a user's own loop and for the Trainer alike."""
 
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class Step:
         self._pipeline = pipeline
         self._window = flight.window
         self._num_done = 0
+        self._is_begun = False
+        self._handed_over: list[weakref.ref[Tensor]] = []
 
     @property
     def weight(self) -> float:
@@ -71,6 +74,9 @@ class Step:
         return self.weights.get("", 0.0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        if self._is_begun:
+            raise RuntimeError(f"step {self.number}: its micro-batches can be gone through once only")
+        self._is_begun = True
         request, executor = self._route.request, self._pipeline.executor
         trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
         for i, num_samples in enumerate(request.num_samples):
@@ -81,11 +87,19 @@ class Step:
                     seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
                     embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
                     yield MicroBatch(embeddings, request.inputs[i], leaves, num_samples, is_last=i == trained[-1])
-                self._flight.gradients[i] = {name: leaf.grad for name, leaf in leaves.items()}
+                self._hand_over(i, leaves)
+                del leaves
             self._num_done += 1
             executor.step_over()
         executor.wait(executor.play_until("reduce"))
         executor.step_over()
+
+    def _hand_over(self, micro_batch: int, leaves: Mapping[str, Tensor]) -> None:
+        """The gradients, to the lane that returns them: from now on they are its own."""
+        self._flight.gradients[micro_batch] = {name: leaf.grad for name, leaf in leaves.items()}
+        for leaf in leaves.values():
+            leaf.grad = None
+            self._handed_over.append(weakref.ref(leaf))
 
     def update_rows(self, gradient_scale: float = 1.0) -> None:
         """Row optimizer, overlap sync, write-back. Call it once, after the dense optimizer's step."""
@@ -120,6 +134,12 @@ class Step:
             raise RuntimeError(
                 f"step {self.number}: only {self._num_done} of {len(self._route.request.num_samples)} micro-batches "
                 "were gone through; loop over all of them before the step is applied"
+            )
+        leaves = (reference() for reference in self._handed_over)
+        if any(leaf is not None and leaf.grad is not None for leaf in leaves):
+            raise RuntimeError(
+                f"step {self.number}: a backward reached the rows of a micro-batch after the loop had gone on to the "
+                "next; call backward for each micro-batch within its turn of the loop"
             )
 
     def gradients_are_finite(self) -> bool:
@@ -240,7 +260,7 @@ class Pipeline:
         self.trace.enter("")
         if error is not None:
             self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
-            if self._step is not None:
+            if self._step is not None and isinstance(error, Exception):  # not if somebody pressed Ctrl-C
                 self._step.refuse_batch()
         self._end(gives_up=error is not None and self.world.size == 1)
         if self._step is not None and self._step.is_reduced and not self._step.is_applied:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import GIVEN_ORDER, Clustering
@@ -89,21 +89,36 @@ class SplitCheck:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout; afterwards the model, its buffers and the default generator are as before."""
-    dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
-    were_training = [module.training for module in dropouts]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    """As in training, but without dropout; afterwards model, buffers and the default generator are as before."""
+    modules = list(model.modules())
+    were_training = [module.training for module in modules]
+    buffers = [{name: (buffer, buffer.clone()) for name, buffer in _own_buffers(module)} for module in modules]
     generator = torch.get_rng_state()
     try:
-        for module in dropouts:
-            module.eval()
+        model.train()
+        for module in modules:
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
         yield
     finally:
-        for module, was_training in zip(dropouts, were_training, strict=True):
-            module.train(was_training)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        for module, was_training, of_module in zip(modules, were_training, buffers, strict=True):
+            module.training = was_training
+            _restore(module, of_module)
         torch.set_rng_state(generator)
+
+
+def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers(recurse=False))
+
+
+def _restore(module: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """A forward may have changed a buffer, replaced it, or made a new one."""
+    for name, _ in _own_buffers(module):
+        if name not in buffers:
+            delattr(module, name)
+    for name, (buffer, values) in buffers.items():
+        buffer.copy_(values)
+        setattr(module, name, buffer)
 
 
 def _refusal(model: nn.Module, name: str, split: str, whole: float, parts: float) -> str:

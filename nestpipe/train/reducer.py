@@ -21,20 +21,27 @@ class DenseReducer:
 
     def __init__(self, model: nn.Module, world: World, bucket_bytes: int = 1 << 22) -> None:
         self.world = world
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buckets = _buckets(self.parameters[::-1], bucket_bytes) if world.size > 1 else []
+        self.model = model
+        self.parameters: list[nn.Parameter] = []
+        """those that are trained, as of this step"""
+        self.buckets: list[list[nn.Parameter]] = []
+        self._bucket_bytes = bucket_bytes
+        self._bucket_of: dict[Tensor, int] = {}
         self._ranks = range(world.size)
-        self._bucket_of = {parameter: i for i, bucket in enumerate(self.buckets) for parameter in bucket}
         self._num_missing: list[int] = []
         """parameters of each bucket whose gradient the backward under way has not completed"""
         self._begun: list[Future[Tensor]] = []
         """sums of the first buckets"""
-        world.when_left(self._complete)
+        self._versions: list[list[int]] = []
+        """of the gradients that were handed over"""
+        world.when_left(self)
+        self._see_parameters()
 
     @contextmanager
     def overlap(self, is_last: bool) -> Iterator[None]:
         """Around the backward of a micro-batch. In the last one, each bucket starts as soon as its gradients, and all
         buckets before it, are complete; `finish` starts the rest."""
+        self._see_parameters()
         if not is_last or not self.buckets:
             yield
             return
@@ -55,12 +62,15 @@ class DenseReducer:
         if step is not None:
             step.check_complete()
             step.trace.enter("dense")
+        self._see_parameters()
+        self._check_untouched()
         self._begin_rest()
         is_finite = loss is None or bool(loss.isfinite())
         is_finite = is_finite and (step is None or step.gradients_are_finite())
         is_finite = is_finite and all(are_finite(p.grad) for p in self.parameters if p.grad is not None)
         with step.trace.span("reduce") if step is not None else nullcontext():
             sums = self._sums()
+            is_finite = is_finite and all(are_finite(flat) for flat in sums)
             any_used = self._agree(step, is_finite, loss)
         for bucket, flat in zip(self.buckets, sums, strict=True):
             for parameter, reduced in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
@@ -71,12 +81,34 @@ class DenseReducer:
         if step is not None:
             step.is_reduced = True
 
+    def _see_parameters(self) -> None:
+        """A model may have been frozen or unfrozen in parts since the last step; on all ranks alike."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if self._begun or [id(p) for p in parameters] == [id(p) for p in self.parameters]:
+            return
+        self.parameters = parameters
+        self.buckets = _buckets(parameters[::-1], self._bucket_bytes) if self.world.size > 1 else []
+        self._bucket_of = {parameter: i for i, bucket in enumerate(self.buckets) for parameter in bucket}
+
+    def _check_untouched(self) -> None:
+        """Gradients that are on their way must not have been changed meanwhile, and must be dense."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ValueError("a dense parameter has a sparse gradient; give the model's nn.Embedding sparse=False")
+        for bucket, versions in zip(self.buckets, self._versions, strict=False):
+            if _versions(bucket) != versions:
+                raise RuntimeError(
+                    "a dense gradient was changed between `reducer.overlap` and `reducer.finish`, while it was being "
+                    "summed over ranks; scale or clip gradients after finish"
+                )
+
     def _mark(self, parameter: Tensor) -> None:
-        bucket = self._bucket_of[parameter]  # type: ignore[index]
+        bucket = self._bucket_of[parameter]
         if bucket < len(self._begun):
             raise RuntimeError(
                 "a gradient changed while it was being summed over ranks: there must be one backward, the step's last, "
-                "within `with reducer.overlap(True)`"
+                "within `with reducer.overlap(True)`, and no layer that is recomputed in it more than once (reentrant "
+                "checkpointing of a shared layer): leave overlap out for such a model"
             )
         self._num_missing[bucket] -= 1
         while len(self._begun) < len(self.buckets) and self._num_missing[len(self._begun)] == 0:
@@ -85,6 +117,7 @@ class DenseReducer:
     def _begin_next(self) -> None:
         bucket = self.buckets[len(self._begun)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        self._versions.append(_versions(bucket))
         self._begun.append(self.world.dense.begin_sum(gradients))
 
     def _begin_rest(self) -> None:
@@ -92,11 +125,15 @@ class DenseReducer:
             self._begin_next()
 
     def _sums(self) -> list[Tensor]:
-        begun, self._begun = self._begun, []
+        begun, self._begun, self._versions = self._begun, [], []
         return [self.world.watch.wait(pending, "dense reduction") for pending in begun]
 
-    def _complete(self) -> None:
-        """Some ranks may have begun: all do, and throw the sums away."""
+    @property
+    def has_begun(self) -> bool:
+        return len(self._begun) > 0
+
+    def complete(self) -> None:
+        """Some ranks have begun: all do, and throw the sums away."""
         self._begin_rest()
         self._sums()
 
@@ -120,6 +157,11 @@ class DenseReducer:
         if loss is not None:
             loss.copy_(sums[-1])
         return any_used
+
+
+def _versions(bucket: list[nn.Parameter]) -> list[int]:
+    """They change when a gradient is changed in place; -1: there is none."""
+    return [-1 if parameter.grad is None else parameter.grad._version for parameter in bucket]
 
 
 def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

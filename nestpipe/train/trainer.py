@@ -240,7 +240,7 @@ class Trainer:
     def _train(self, step: Step) -> float:
         with step.trace.span("dense"):
             self.model.train()
-            self.optimizer.zero_grad()
+            self.model.zero_grad()  # of parameters that the optimizer does not have, too
         total = torch.zeros((), dtype=torch.float64)
         for micro_batch in step:
             sums = loss_sums(self.model(micro_batch.embeddings, micro_batch.inputs), step.weights)

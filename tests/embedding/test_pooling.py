@@ -4,6 +4,8 @@ Fails, for example, if pool_backward leaves out the weights, or starts a thread'
 """
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,3 +121,22 @@ def test_memory_is_used_again_only_when_free() -> None:
     del part
     gc.collect()
     assert recycler.empty(shape, torch.float32).data_ptr() == address
+
+
+FORKS = """
+import os, torch
+from nestpipe.embedding.memory import LARGE_BYTES, Recycler
+mine = Recycler().empty((LARGE_BYTES,), torch.float32)
+mine[0] = 1.0
+child = os.fork()
+if child == 0:
+    mine[0] = 7.0
+    os._exit(0)
+os.waitpid(child, 0)
+assert float(mine[0]) == 1.0
+"""
+
+
+def test_recycled_memory_is_not_shared_with_forked_processes() -> None:
+    """Fails if the Recycler maps shared memory, which mmap does by itself."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=50)

@@ -123,3 +123,26 @@ def test_a_loss_that_is_not_finite_is_not_blamed_on_the_split() -> None:
 def test_can_be_switched_off() -> None:
     trainer = trainer_of(World(), BatchCentred, check_split=False)
     assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps
+
+
+def test_batch_norm_in_eval_mode_is_refused_too() -> None:
+    """fit trains in training mode, whatever the mode was before. Fails if SplitCheck keeps the mode it finds."""
+    trainer = trainer_of(World(), BatchNorm)
+    trainer.model.eval()
+    with pytest.raises(ValueError, match="BatchNorm1d mixes"):
+        trainer.fit(global_batches(CASE.steps))
+
+
+class Lazy(SmallModel):
+    """Makes a buffer in its first forward, and replaces it in later ones."""
+
+    def dense(self, parts, label) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(len(label)))
+        self.mask = torch.ones(len(label))
+        return super().dense(parts, label)
+
+
+def test_buffers_made_in_forward() -> None:
+    trainer = trainer_of(World(), Lazy)
+    assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps

@@ -21,7 +21,7 @@ from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-TO_TRAIN = [path for path in RECIPES if path.stem.endswith("-histories")]
+TO_TRAIN = [path for path in RECIPES if path.stem.endswith(("-histories", "-consistency"))]
 
 # max_length, batch, dim, layers, heads, dim_qk, dim_v, dropout, ffn
 PUBLISHED = {
@@ -44,7 +44,7 @@ def recipe(name: str, *settings: str) -> Config:
 
 
 def test_there_is_a_recipe_for_everything() -> None:
-    own = {"hstu-histories", "fuxi-histories", "dlrm-criteo-kaggle", "dlrm-criteo-terabyte"}
+    own = {"hstu-histories", "hstu-consistency", "fuxi-histories", "dlrm-criteo-kaggle", "dlrm-criteo-terabyte"}
     assert {path.stem for path in RECIPES} == PUBLISHED.keys() | own
 
 

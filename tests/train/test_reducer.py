@@ -1,6 +1,6 @@
 """Dense gradients over ranks: buckets in one order, begun during the last backward, completed when a step is left.
 
-Fails if _mark begins a bucket before those before it, if the first bucket waits for finish, or if `_complete` does
+Fails if _mark begins a bucket before those before it, if the first bucket waits for finish, or if `complete` does
 nothing.
 """
 
@@ -82,7 +82,7 @@ def second_backward(world: World) -> str:
             model(x).sum().backward()
         except RuntimeError as error:
             text = str(error)
-    reducer.finish()
+    reducer.complete()
     return text
 
 
@@ -125,3 +125,60 @@ def test_ranks_may_leave_a_step_at_different_micro_batches(schedule: str) -> Non
     assert all(other == first for other in others)
     (alone,) = on_ranks(1, leave_somewhere, "serial")
     assert first == pytest.approx(alone, rel=1e-10)
+
+
+def unfreeze(world: World) -> tuple[list[float], list[float]]:
+    """Gradients of a layer that was frozen when the reducer was made, then of one that was frozen later."""
+    model = layers()
+    model[0].requires_grad_(False)
+    reducer = DenseReducer(model, world, bucket_bytes=200)
+    x = torch.full((3, 4), world.rank + 1.0, dtype=torch.float64)
+    found = []
+    for layer in (0, 5):
+        model.requires_grad_(True)
+        model[5 - layer].requires_grad_(False)
+        model.zero_grad()
+        with reducer.overlap(True):
+            model(x).sum().backward()
+        reducer.finish()
+        found.append(model[layer].weight.grad.flatten().tolist())
+    return found[0], found[1]
+
+
+def test_parameters_may_be_frozen_and_unfrozen() -> None:
+    """Fails if the parameters are those of the time when the reducer was made: ranks would differ."""
+    first, second = on_ranks(2, unfreeze)
+    assert first == second
+
+
+def left_with_another_reducer(world: World) -> list[float]:
+    """Rank 0 still has an old reducer of this world, rank 1 has not."""
+    old = DenseReducer(nn.Linear(2, 2), world)
+    if world.rank == 1:
+        del old
+    return leave_somewhere(world, "nested")
+
+
+def test_a_reducer_that_only_some_ranks_have_is_left_alone() -> None:
+    """Fails if World.leave completes every reducer that lives on this rank."""
+    first, second = on_ranks(2, left_with_another_reducer)
+    assert first == second
+
+
+def changed_too_early(world: World) -> str:
+    model = layers()
+    reducer = DenseReducer(model, world, bucket_bytes=200)
+    with reducer.overlap(True):
+        model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+    model[5].weight.grad.mul_(0.5)
+    try:
+        reducer.finish()
+    except RuntimeError as error:
+        reducer.complete()
+        return str(error)
+    return ""
+
+
+def test_gradients_on_their_way_must_not_change() -> None:
+    for text in on_ranks(2, changed_too_early):
+        assert "scale or clip gradients after finish" in text

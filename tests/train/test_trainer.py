@@ -81,3 +81,13 @@ def test_the_schedule_is_saved_too(tmp_path: Path) -> None:
     second.fit(batches[6:])
     assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**3
     assert second.digest() == whole.digest()
+
+
+def test_gradients_of_parameters_without_an_optimizer_do_not_pile_up() -> None:
+    """Fails if only the optimizer's parameters are set to zero before a step."""
+    case = Case("sgd", "pooled_sum", 1, steps=4)
+    trainer = make_trainer(World(), case)
+    trainer.optimizer = torch.optim.SGD([trainer.model.first], 0.0)
+    norms = []
+    trainer.fit([global_batches(1)[0]] * 3, after_step=lambda _: norms.append(float(trainer.model.second.grad.norm())))
+    assert norms[2] < 1.5 * norms[0]
