@@ -26,7 +26,7 @@ def sets(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_as_the_end_of_the_training(ranks: int, tmp_path: Path) -> None:
     folder, trained, evaluated = tmp_path / "runs" / "save", tmp_path / "a.json", tmp_path / "b.json"
     settings = sets(*SMALL, "train.steps=5", "evaluate.every=2", f"checkpoint.dir={folder}")

@@ -77,7 +77,7 @@ def test_models_and_data_that_do_not_fit(kind: str, data: str) -> None:
         build(config, World())
 
 
-@pytest.mark.parametrize("path", TO_TRAIN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in TO_TRAIN if "consistency" not in p.stem], ids=lambda path: path.stem)
 def test_what_is_built(path: Path) -> None:
     config = load_config(path, ["model.dim=8", "model.dim_qk=5", "model.dim_v=3", "model.num_heads=2"]).resolved(1, 2)
     this_run = build(config, World())

@@ -1,0 +1,90 @@
+"""Steps that fail in an exchange, are interrupted, or are gone through in a way they cannot be.
+
+Fails if Executor.wait passes over what is done without looking whether it was done well, or if Step keeps the gradients
+that it has handed over.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from nestpipe import World
+from nestpipe.embedding.window import Window
+from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, make_trainer
+from tests.schedules import OUTER
+
+CASE = Case("adagrad", "shared", 2, steps=8)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "intra", "nested"])
+@pytest.mark.parametrize("stage", ["bring", "take"])
+def test_an_exchange_that_fails(schedule: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the step is applied, and its own error is raised. Fails if Executor.wait passes over what is done
+    without looking whether it was done well."""
+    trainer = make_trainer(World(), replace(CASE, num_micro_batches=3, schedule=schedule))
+    before = trainer.digest()
+    original = getattr(Window, stage)
+
+    def fails(self: Window, micro_batch: int, *arguments) -> None:
+        if micro_batch == 1:
+            raise MemoryError("no memory for this exchange")
+        if stage == "take":
+            time.sleep(0.05)  # the failed one is done before it is waited for
+        original(self, micro_batch, *arguments)
+
+    monkeypatch.setattr(Window, stage, fails)
+    with pytest.raises(MemoryError, match="no memory for this exchange"):
+        trainer.fit(global_batches(2))
+    monkeypatch.undo()
+    assert trainer.num_steps == 0
+    assert trainer.digest() == before
+
+
+def late_backward(schedule: str) -> None:
+    case = replace(CASE, schedule=schedule)
+    model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
+    with make_pipeline(World(), case, global_batches(1)) as pipeline:
+        for step in pipeline:
+            losses = [model(micro_batch.embeddings, micro_batch.inputs) for micro_batch in step]
+            sum(losses).backward()
+            step.update_rows()
+
+
+@pytest.mark.parametrize("schedule", OUTER)
+def test_a_backward_after_its_turn(schedule: str) -> None:
+    with pytest.raises(RuntimeError, match="call backward for each micro-batch within its turn of the loop"):
+        late_backward(schedule)
+
+
+def test_micro_batches_are_gone_through_once() -> None:
+    with make_pipeline(World(), CASE, global_batches(1)) as pipeline:
+        step = next(iter(pipeline))
+        for micro_batch in step:
+            sum(value.sum() for value in micro_batch.embeddings.values() if isinstance(value, Tensor)).backward()
+        with pytest.raises(RuntimeError, match="can be gone through once only"):
+            list(step)
+
+
+def test_an_interrupted_batch_is_trained_by_the_next_fit() -> None:
+    """Fails if Ctrl-C refuses the batch in training, as an error of the model does."""
+    trainer = make_trainer(World(), CASE)
+    batches = iter(global_batches(6))
+
+    original = trainer.model.forward
+    calls = 0
+
+    def forward(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    trainer.check_split = False
+    trainer.model.forward = forward
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches)
+    trainer.fit(batches)
+    assert trainer.num_steps == 6
