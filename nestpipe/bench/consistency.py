@@ -7,15 +7,9 @@ serial stands beside `pipeline.stale`, which shows the model shared rows as they
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
 from pathlib import Path
-from queue import Empty
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.multiprocessing.spawn import ProcessContext, spawn
-
+from nestpipe.bench.ranks import records_of_ranks
 from nestpipe.bench.report import Record
 from nestpipe.distributed import World
 from nestpipe.pipelining.schedule import SCHEDULES
@@ -54,34 +48,15 @@ def ways(quick: bool) -> list[Way]:
 
 
 def records(quick: bool) -> Iterator[Record]:
-    results: Queue[Record] = get_context("spawn").Queue()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = spawn(_run, (store.port, quick, results), NUM_RANKS, join=False)
     made: list[Record] = []
+    for way, record in zip(ways(quick), records_of_ranks(NUM_RANKS, _on_rank, quick), strict=True):
+        made.append(record)
+        yield {**record, **_compared(made, way)}
+
+
+def _on_rank(world: World, quick: bool) -> Iterator[Record]:
     for way in ways(quick):
-        made.append(_next(results, ranks))
-        yield {**made[-1], **_compared(made, way)}
-    while not ranks.join():
-        pass
-
-
-def _next(results: "Queue[Record]", ranks: ProcessContext) -> Record:
-    while True:
-        try:
-            return results.get(timeout=0.5)
-        except Empty:
-            ranks.join(timeout=0)  # raises what a rank has raised
-
-
-def _run(rank: int, port: int, quick: bool, results: "Queue[Record]") -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    world = World(rank, NUM_RANKS)
-    for way in ways(quick):
-        record = _train(world, way, quick)
-        if rank == 0:
-            results.put(record)
-    world.close()
+        yield _train(world, way, quick)
 
 
 def _train(world: World, way: Way, quick: bool) -> Record:

@@ -5,26 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nestpipe.bench.pairs import spread
+from nestpipe.train.summary import STEP_FIELDS
 
 Values = Mapping[str, float]
 """Of one loop in one round: milliseconds a step, by field."""
 
-FIELDS = (
-    "step_ms",
-    "dense_ms",
-    "row_update_ms",
-    "exposed_lookup_ms",
-    "overlap_sync_ms",
-    "exposed_exchange_ms",
-    "exposed_input_ms",
-    "exposed_reduce_ms",
-    "other_ms",
-    "unattributed_ms",
-    "busy_host_ms",
-    "busy_exchange_ms",
-    "exchanged_row_bytes_per_step",
-    "exchanged_gradient_bytes_per_step",
-)
+FIELDS = (*STEP_FIELDS, "exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
 EXCHANGES = ("bring_ms", "take_ms")
 """row exchange and gradient return: on the compute lane, in or waiting for it"""
 OF_SLOWEST = ("step_ms", "unattributed_ms")

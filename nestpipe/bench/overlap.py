@@ -10,16 +10,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.multiprocessing.spawn import spawn
 
 from nestpipe.bench.pairs import spread
+from nestpipe.bench.ranks import records_of_ranks
 from nestpipe.bench.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel, World
@@ -50,11 +47,7 @@ QUICK = Size(nums_micro_batches=(2,), left_out=1, counted=2)
 
 
 def records(quick: bool) -> Iterator[Record]:
-    context = get_context("spawn")
-    results: Queue[list[Record]] = context.Queue()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(_run, (store.port, QUICK if quick else Size(), results), NUM_RANKS)  # raises what a rank has raised
-    yield from results.get()
+    yield from records_of_ranks(NUM_RANKS, _on_rank, QUICK if quick else Size())
 
 
 class SlowChannel(Channel):
@@ -67,18 +60,13 @@ class SlowChannel(Channel):
         return received
 
 
-def _run(rank: int, port: int, size: Size, results: "Queue[list[Record]]") -> None:
+def _on_rank(world: World, size: Size) -> Iterator[Record]:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    world = World(rank, NUM_RANKS)
     world.rows = SlowChannel("row exchange", world.watch, dist.new_group(backend="gloo"))
     world.gradients = SlowChannel("gradient return", world.watch, dist.new_group(backend="gloo"))
-    ways = [(schedule, n) for n in size.nums_micro_batches for schedule in WINDOWED]
-    measured: list[Record] = [_measure(world, schedule, n, size) for schedule, n in ways]
-    if rank == 0:
-        results.put(measured)
-    world.close()
+    for num_micro_batches in size.nums_micro_batches:
+        for schedule in WINDOWED:
+            yield _measure(world, schedule, num_micro_batches, size)
 
 
 def _measure(world: World, schedule: str, num_micro_batches: int, size: Size) -> Record:

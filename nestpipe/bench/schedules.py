@@ -22,7 +22,7 @@ from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline, make_store
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.reducer import DenseReducer
-from nestpipe.train.summary import step_value
+from nestpipe.train.summary import STEP_FIELDS, step_value
 
 SEED = 1
 DIM = 64
@@ -138,7 +138,9 @@ def _compare(size: Size) -> Iterator[Record]:
         for which in order:
             times = loops[which].turn(size.left_out + size.counted)[-size.counted :]
             if number > 0:
-                rounds[which].append({name: statistics.mean(step_value(t, name) for t in times) for name in FIELDS})
+                rounds[which].append(
+                    {name: statistics.mean(step_value(t, name) for t in times) for name in STEP_FIELDS}
+                )
     num_steps = len(loops[("nested", 1)].trace.steps)
     for loop in loops.values():
         loop.close()
@@ -182,20 +184,6 @@ def _overhead(size: Size) -> Record:
     }
 
 
-FIELDS = (
-    "step_ms",
-    "dense_ms",
-    "row_update_ms",
-    "exposed_lookup_ms",
-    "overlap_sync_ms",
-    "exposed_exchange_ms",
-    "exposed_input_ms",
-    "other_ms",
-    "unattributed_ms",
-    "busy_host_ms",
-)
-
-
 def _record(
     which: tuple[str, int], rounds: list[dict[str, float]], serial: list[dict[str, float]], size: Size
 ) -> dict[str, int | float | str | bool]:
@@ -212,7 +200,7 @@ def _record(
         "num_rounds": len(rounds),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "seed": SEED,
-        **{name: statistics.median(r[name] for r in rounds) for name in FIELDS},
+        **{name: statistics.median(r[name] for r in rounds) for name in STEP_FIELDS},
         **spread("speedup_vs_serial", [s["step_ms"] / r["step_ms"] for r, s in pairs]),
     }
     if which == ("serial", 1):

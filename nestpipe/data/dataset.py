@@ -1,7 +1,8 @@
 """What data is: samples by their position, and the batches that each rank takes of them."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Lock
 from typing import Protocol
 
 from nestpipe.data.batch import Batch
@@ -71,11 +72,18 @@ class BatchSource(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self.batches = batches
         self._returned: deque[Batch | Exception] = deque()
+        self._lock = Lock()
 
     def __next__(self) -> Batch:
-        if not self._returned:
-            return next(self.batches)
-        item = self._returned.popleft()
+        return self.pull(lambda: False)
+
+    def pull(self, is_late: Callable[[], bool]) -> Batch:
+        """The next one. If nobody waits for it any more when it has been read, it is for the next who asks."""
+        with self._lock:  # two threads, if a run was given up while its reader was busy
+            item = self._returned.popleft() if self._returned else _next_or_error(self.batches)
+            if is_late():
+                self._returned.append(item)
+                raise StopIteration
         if isinstance(item, Exception):
             raise item
         return item
@@ -83,3 +91,26 @@ class BatchSource(Iterator[Batch]):
     def give_back(self, items: Sequence[Batch | Exception]) -> None:
         """In the order in which they are to come; an exception is raised when it is its turn."""
         self._returned.extendleft(reversed(items))
+
+
+class BatchReader(Iterator[Batch]):
+    """The batches of a source for one run. Once it has stopped, what is still being read stays in the source."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self._is_stopped = False
+
+    def __next__(self) -> Batch:
+        return self._source.pull(lambda: self._is_stopped)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+
+def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise
+    except Exception as error:  # of the reader: raised where it is its turn
+        return error

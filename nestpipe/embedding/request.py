@@ -5,7 +5,7 @@ a key in this list is its position; all that follows speaks of positions.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,10 +91,9 @@ def make_request(
     tables = [_distinct(table, features, batch, world_size, num_threads) for table in tables_of(features)]
     parts = _parts(tables, batch, num_micro_batches, clustering)
     splits = [_Split(table, parts) for table in tables]
-    placed = [{name: placed for split in splits for name, placed in split.placed(i).items()} for i in range(len(parts))]
     return Request(
         [split.request() for split in splits],
-        placed,
+        [_together(split.placed(i) for split in splits) for i in range(len(parts))],
         _inputs(batch, parts),
         [len(part) for part in parts],
         batch.weights,
@@ -224,6 +223,10 @@ class _Split:
             for i, of in enumerate(of_parts):
                 uses[of.values, i] = True
         return uses[:-1]
+
+
+def _together(of_tables: Iterable[dict[str, Placed]]) -> dict[str, Placed]:
+    return {name: placed for of_table in of_tables for name, placed in of_table.items()}
 
 
 def _split(of: Jagged, parts: list[Tensor]) -> list[Jagged]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
+from nestpipe.data.dataset import BatchReader
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -220,9 +221,10 @@ class Pipeline:
         self.untrained: list[Batch | Exception] = []
         """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
         too"""
+        self._reader = iter(batches)
         self.stages = Stages(
             self.features,
-            iter(batches),
+            self._reader,
             self.store,
             self.world,
             num_micro_batches=num_micro_batches,
@@ -329,6 +331,8 @@ class Pipeline:
             return
         try:
             if gives_up:
+                if isinstance(self._reader, BatchReader):
+                    self._reader.stop()
                 self.executor.abandon()
             else:
                 self._leave_step()

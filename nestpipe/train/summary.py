@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
 
 TIME_FIELDS = tuple(dict.fromkeys(STAGES.values()))
+STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)
+"""milliseconds of a step, of its parts, and of lanes at work"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def counted(times: Sequence[StepTimes]) -> Sequence[StepTimes]:
 def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
     """All ranks call it, and get the same."""
     steps = counted(times)
-    names = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY, *BYTE_FIELDS, "peak_rss_bytes")
+    names = (*STEP_FIELDS, *BYTE_FIELDS, "peak_rss_bytes")
     mine = torch.tensor([_mean_of_rank(steps, name) for name in names], dtype=torch.float64)
     of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
     columns = {name: of_ranks[:, i] for i, name in enumerate(names)}

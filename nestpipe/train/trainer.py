@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
-from nestpipe.data.dataset import BatchSource
+from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
@@ -139,7 +139,7 @@ class Trainer:
         num_before = self.num_steps
         self._pipeline = pipeline = Pipeline(
             self.features,
-            source,
+            BatchReader(source),
             store=self.store,
             world=self.world,
             steps=steps,

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from nestpipe import World
@@ -88,3 +89,30 @@ def test_an_interrupted_batch_is_trained_by_the_next_fit() -> None:
         trainer.fit(batches)
     trainer.fit(batches)
     assert trainer.num_steps == 6
+
+
+@pytest.mark.parametrize("schedule", OUTER)
+def test_a_batch_that_is_being_read_when_the_model_fails_is_not_lost(schedule: str) -> None:
+    """Fails if BatchSource.pull hands a late batch to the run that was given up."""
+    trainer = make_trainer(World(), replace(CASE, num_micro_batches=1, schedule=schedule))
+    trainer.check_split = False
+    seen: list[float] = []
+    original = trainer.model.forward
+
+    def slow_reader():
+        for number, batch in enumerate(global_batches(7)):
+            time.sleep(0.05)
+            yield replace(batch, inputs={**batch.inputs, "number": torch.full((len(batch),), float(number))})
+
+    def forward(embeddings, inputs) -> Tensor:
+        seen.append(float(inputs["number"][0]))
+        if len(seen) == 3:
+            raise ValueError("a fault of the model")
+        return original(embeddings, inputs)
+
+    trainer.model.forward = forward
+    batches = slow_reader()
+    with pytest.raises(ValueError, match="a fault of the model"):
+        trainer.fit(batches)
+    trainer.fit(batches)
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # all but the one at fault, in their order
