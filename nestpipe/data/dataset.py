@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Protocol
 
+import torch
+
 from nestpipe.data.batch import Batch
 
 
@@ -66,6 +68,12 @@ def _at_most(position: int, end: int | None) -> int:
     return position if end is None else min(position, end)
 
 
+DREW_FROM_DEFAULT = (
+    "the reader of batches drew from torch's default generator, which belongs to the model (its dropout, on another "
+    "thread); give the reader one of its own, as in DataLoader(..., generator=torch.Generator().manual_seed(0))"
+)
+
+
 class BatchSource(Iterator[Batch]):
     """An iterator of batches to which batches can be given back, to be handed out again before the others."""
 
@@ -73,6 +81,7 @@ class BatchSource(Iterator[Batch]):
         self.batches = batches
         self._returned: deque[Batch | Exception] = deque()
         self._lock = Lock()
+        self._is_begun = False
 
     def __next__(self) -> Batch:
         return self.pull(lambda: False)
@@ -80,13 +89,23 @@ class BatchSource(Iterator[Batch]):
     def pull(self, is_late: Callable[[], bool]) -> Batch:
         """The next one. If nobody waits for it any more when it has been read, it is for the next who asks."""
         with self._lock:  # two threads, if a run was given up while its reader was busy
-            item = self._returned.popleft() if self._returned else _next_or_error(self.batches)
+            item = self._returned.popleft() if self._returned else self._read()
             if is_late():
                 self._returned.append(item)
                 raise StopIteration
         if isinstance(item, Exception):
             raise item
         return item
+
+    def _read(self) -> Batch | Exception:
+        if self._is_begun:
+            return _next_or_error(self.batches)
+        self._is_begun = True
+        # Nothing else is under way yet: who changes the default generator now is the reader. Later it would change the
+        # dropout of the model, which trains meanwhile.
+        before = torch.get_rng_state()
+        item = _next_or_error(self.batches)
+        return item if torch.equal(before, torch.get_rng_state()) else RuntimeError(DREW_FROM_DEFAULT)
 
     def give_back(self, items: Sequence[Batch | Exception]) -> None:
         """In the order in which they are to come; an exception is raised when it is its turn."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
-from nestpipe.data.dataset import BatchReader
+from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -221,7 +221,7 @@ class Pipeline:
         self.untrained: list[Batch | Exception] = []
         """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
         too"""
-        self._reader = iter(batches)
+        self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
         self.stages = Stages(
             self.features,
             self._reader,
@@ -331,8 +331,7 @@ class Pipeline:
             return
         try:
             if gives_up:
-                if isinstance(self._reader, BatchReader):
-                    self._reader.stop()
+                self._reader.stop()
                 self.executor.abandon()
             else:
                 self._leave_step()

@@ -1,6 +1,8 @@
 """I13: the library draws from no default generator; a model's dropout depends on (seed, step, rank, micro-batch) alone.
 
-Fails if Step.__iter__ does not seed the generators, or if something in the package calls torch.rand without one.
+Fails if Step.__iter__ does not seed the generators, or if something in the package calls torch.rand without one. The
+default generator is one for all threads, so a reader must not draw from it, either: test_a_reader_* fails if
+BatchSource does not look.
 """
 
 import random
@@ -19,20 +21,18 @@ CASE = Case("adagrad", "shared", 3, steps=5)
 
 
 def train_with_dropout(world: World, schedule: str, noise: bool) -> tuple[str, bool]:
-    """The digest; and whether Python's and numpy's generators are as they were. The reader may draw as it likes."""
+    """The digest; and whether Python's and numpy's generators are as they were. Between steps anybody may draw."""
 
-    def reader():
-        for batch in share_of(global_batches(CASE.steps), world):
-            if noise:
-                torch.rand(7)
-            yield batch
+    def draw(step: int) -> None:
+        if noise:
+            torch.rand(7)
 
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     trainer.check_split = False
     dense = trainer.model.dense
     trainer.model.dense = lambda parts, label: dense([F.dropout(part, 0.5) for part in parts], label)
     before = random.getstate(), np.random.get_state()[1].tolist()
-    trainer.fit(reader())
+    trainer.fit(share_of(global_batches(CASE.steps), world), after_step=draw)
     return trainer.digest(), before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
@@ -43,6 +43,28 @@ def test_dropout_depends_on_the_step_alone(schedule: str, size: int) -> None:
     noisy = on_ranks(size, train_with_dropout, schedule, True)
     assert noisy == quiet
     assert all(untouched for _, untouched in quiet)
+
+
+def train_with_drawing_reader(world: World, schedule: str) -> str:
+    def reader():
+        for batch in share_of(global_batches(CASE.steps), world):
+            if world.rank == world.size - 1:
+                torch.rand(7)
+            yield batch
+
+    trainer = make_trainer(world, replace(CASE, schedule=schedule))
+    with pytest.raises(
+        RuntimeError, match=r"drew from torch's default generator.*generator=torch.Generator\(\)"
+    ) as error:
+        trainer.fit(reader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_reader_needs_a_generator_of_its_own(schedule: str, size: int) -> None:
+    """On every rank: the one that reads, and the others."""
+    assert len(on_ranks(size, train_with_drawing_reader, schedule)) == size
 
 
 def test_masks_differ_between_micro_batches_and_ranks() -> None:
