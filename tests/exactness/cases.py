@@ -123,9 +123,9 @@ def make_trainer(world: World, case: Case) -> Trainer:
     )
 
 
-def on_ranks(size: int, function, *arguments) -> list:
+def on_ranks(size: int, function, *arguments, timeout: float = 50) -> list:
     """[function(world, *arguments) of rank 0, 1, ...]; a world of one in this process."""
-    return [function(World(), *arguments)] if size == 1 else run_ranks(size, function, *arguments)
+    return [function(World(), *arguments)] if size == 1 else run_ranks(size, function, *arguments, timeout=timeout)
 
 
 def make_pipeline(world: World, case: Case, batches: list[Batch]) -> Pipeline:

@@ -22,8 +22,8 @@ def train_splits(world: World, case: Case, splits: list[tuple[int, str]]) -> lis
     return [train(world, replace(case, num_micro_batches=n, method=method)) for n, method in splits]
 
 
-def check(size: int, case: Case, splits: list[tuple[int, str]]) -> None:
-    for of_rank in on_ranks(size, train_splits, case, splits):
+def check(size: int, case: Case, splits: list[tuple[int, str]], timeout: float = 50) -> None:
+    for of_rank in on_ranks(size, train_splits, case, splits, timeout=timeout):
         digest, losses, dense, rows = of_rank[0]
         for other in of_rank[1:]:
             assert other[1] == pytest.approx(losses, rel=1e-10)
@@ -49,9 +49,10 @@ def test_other_splits(schedule: str, size: int, case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # eight runs, and up to four ranks on the cores there are
 @pytest.mark.parametrize("schedule", WINDOWED)
 @pytest.mark.parametrize(("size", "layout"), [(1, "sequence"), (2, "shared"), (4, "sequence")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_other_splits_everywhere(schedule: str, size: int, optimizer: str, layout: str) -> None:
     splits = [(1, "none"), (2, "none"), *((n, method) for n in (5, 8) for method in CLUSTER_METHODS)]
-    check(size, Case(optimizer, layout, steps=STEPS, schedule=schedule), splits)
+    check(size, Case(optimizer, layout, steps=STEPS, schedule=schedule), splits, timeout=290)
