@@ -1,0 +1,52 @@
+"""Checks of arguments that need no word from the device: shapes, strides, dtypes, where the memory is."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nestpipe.store.interface import DTYPES
+
+
+def check_rows(arrays: Mapping[str, Tensor]) -> None:
+    """All of one dtype, row after row; a row may be part of a longer one."""
+    dtypes = {array.dtype for array in arrays.values()}
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        raise ValueError(f"{', '.join(arrays)} must all be float32, or all float64, not {sorted(map(str, dtypes))}")
+    for name, array in arrays.items():
+        if array.dim() != 2 or (array.shape[1] > 1 and array.stride(1) != 1):
+            raise ValueError(
+                f"{name} has shape {list(array.shape)} and strides {list(array.stride())}; it must have 2 dimensions "
+                "and the elements of a row side by side: take its contiguous()"
+            )
+
+
+def check_written(name: str, array: Tensor) -> None:
+    """Rows that are written must not share memory."""
+    if len(array) > 1 and array.stride(0) < array.shape[1]:
+        raise ValueError(f"{name} has rows that overlap: it is an expanded view; take its contiguous()")
+
+
+def check_shape(name: str, array: Tensor, num_rows: int, width: int) -> None:
+    if array.shape != (num_rows, width):
+        raise ValueError(f"{name} has shape {list(array.shape)}, must have [{num_rows}, {width}]")
+
+
+def check_numbers(name: str, numbers: Tensor | None, size: int) -> None:
+    """Places of rows, or other whole numbers; None is always right."""
+    if numbers is None:
+        return
+    if numbers.dtype != torch.int64 or numbers.shape != (size,) or not numbers.is_contiguous():
+        raise ValueError(
+            f"{name} is {numbers.dtype} of shape {list(numbers.shape)}, must be contiguous int64 of shape [{size}]"
+        )
+
+
+def check_reachable(arrays: Mapping[str, Tensor | None]) -> None:
+    """Host memory beside device memory must be pinned, or the device cannot read it."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    if not any(array.is_cuda for array in given.values()):
+        return
+    for name, array in given.items():
+        if array.device.type == "cpu" and array.numel() > 0 and not array.is_pinned():
+            raise ValueError(f"{name} is in host memory that the device cannot reach: take its pin_memory()")

@@ -1,0 +1,127 @@
+"""The same operations in plain torch, with the same order of every sum: the kernels' oracle.
+
+It is what runs on an accelerator without Triton. Products and sums are operations of their own, as in the kernels, so
+that nothing is fused and the bits are the same; but for torch's square root, which on a CPU may be off in the last one.
+"""
+
+import torch
+from torch import Tensor
+
+LANES = 1024
+"""columns of a row whose squares are added up side by side, before their sums are"""
+
+
+def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
+    rows = source if from_places is None else source.index_select(0, from_places.to(source.device))
+    rows = rows.to(target.device)
+    if to_places is None:
+        target[: len(rows)].copy_(rows)
+    else:
+        target.index_copy_(0, to_places.to(target.device), rows[: len(to_places)])
+
+
+def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
+    if places is None:
+        target[: len(source)].add_(source)
+    else:
+        target.index_copy_(0, places, target.index_select(0, places) + source)
+
+
+def sum_runs(
+    values: Tensor,
+    order: Tensor | None,
+    weights: Tensor | None,
+    weight_places: Tensor | None,
+    bounds: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    to_places: Tensor | None,
+    num_runs: int,
+    longest: int | None,
+) -> None:
+    """All runs side by side, entry after entry. Longer runs than `longest` are left out."""
+    runs = torch.arange(num_runs, device=values.device)
+    first, lengths = (runs, torch.ones_like(runs)) if bounds is None else (bounds[0], bounds[1] - bounds[0])
+    if longest is not None:
+        runs = (lengths <= longest).nonzero().flatten()
+        first, lengths = first[runs], lengths[runs]
+    padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    totals = values.new_zeros(len(runs), values.shape[1])
+    going_on = torch.arange(len(runs), device=values.device)
+    i = 0
+    while len(going_on := going_on[lengths[going_on] > i]) > 0:
+        totals[going_on] += _entries(padded, order, weights, weight_places, first[going_on] + i)
+        i += 1
+    out.index_copy_(0, runs if to_places is None else to_places[runs], totals)
+
+
+def _entries(
+    padded: Tensor, order: Tensor | None, weights: Tensor | None, weight_places: Tensor | None, entries: Tensor
+) -> Tensor:
+    places = entries if order is None else order[entries]
+    if weights is None:
+        return padded[places]
+    weight = weights[entries if weight_places is None else weight_places[entries]]
+    return torch.where(places == len(padded) - 1, 0.0, weight)[:, None] * padded[places]
+
+
+def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> None:
+    _assign(rows, rows - _rounded(lr, rows) * gradient, is_masked)
+
+
+def adagrad(rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float) -> None:
+    sums = state + gradient * gradient
+    change = _rounded(lr, rows) * gradient / (sums.sqrt() + _rounded(eps, rows))
+    _assign(rows, rows - change, is_masked)
+    _assign(state, sums, is_masked)
+
+
+def rowwise_adagrad(
+    rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float
+) -> None:
+    squares = sum_of_squares(gradient)
+    # Divided by a number, torch would multiply by its inverse on some devices.
+    sums = state + squares / torch.full_like(squares, rows.shape[1])
+    change = _rounded(lr, rows) * gradient / (sums.sqrt() + _rounded(eps, rows))
+    _assign(rows, rows - change, is_masked)
+    _assign(state, sums, is_masked)
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """[n, 1]: over every LANES-th column, then over neighbours, over sums of neighbours, and so on."""
+    width = gradient.shape[1]
+    lanes = min(1 << (width - 1).bit_length(), LANES)
+    sums = gradient.new_zeros(len(gradient), lanes)
+    for part in gradient.split(lanes, dim=1):
+        sums[:, : part.shape[1]] += part * part
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums
+
+
+def adam(
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    is_masked: Tensor | None,
+    beta1: float,
+    beta2: float,
+    step_size: float,
+    eps: float,
+) -> None:
+    first, second = state.split(rows.shape[1], dim=1)
+    keep1, keep2 = _rounded(beta1, rows), _rounded(beta2, rows)
+    new_first = keep1 * first + (1 - keep1) * gradient
+    new_second = keep2 * second + (1 - keep2) * (gradient * gradient)
+    change = _rounded(step_size, rows) * new_first / (new_second.sqrt() + _rounded(eps, rows))
+    _assign(rows, rows - change, is_masked)
+    _assign(first, new_first, is_masked)
+    _assign(second, new_second, is_masked)
+
+
+def _rounded(number: float, array: Tensor) -> float:
+    """To the array's dtype, as the kernels and the native library do before they compute with it."""
+    return torch.tensor(number, dtype=array.dtype).item()
+
+
+def _assign(array: Tensor, values: Tensor, is_masked: Tensor | None) -> None:
+    array.copy_(values if is_masked is None else torch.where(is_masked.bool(), array, values))

@@ -1,0 +1,61 @@
+"""Rows copied from places to places, and added to rows."""
+
+from torch import Tensor
+
+from nestpipe.kernels import reference
+from nestpipe.kernels.checks import check_numbers, check_reachable, check_rows, check_shape, check_written
+from nestpipe.kernels.dispatch import runs_triton
+
+
+def copy_rows(
+    source: Tensor,
+    from_places: Tensor | None,
+    target: Tensor,
+    to_places: Tensor | None,
+    num_programs: int | None = None,
+) -> None:
+    """target[to_places[i]] = source[from_places[i]]. None: row i; where both are None, all rows of source.
+
+    The arrays do not overlap, to_places are distinct. Each array, and places, may be in device memory or in pinned host
+    memory, which the device then reads or writes over its link; with one in device memory at least. num_programs: how
+    many programs share the rows. None: as many as there is work for. A link is busy with a few, which leave the rest of
+    the device to others.
+    """
+    num_rows = len(next((p for p in (to_places, from_places) if p is not None), source))
+    check_rows({"source": source, "target": target})
+    check_written("target", target)
+    check_shape("target", target, len(target), source.shape[1])
+    check_numbers("from_places", from_places, num_rows)
+    check_numbers("to_places", to_places, num_rows)
+    if num_rows > len(source) and from_places is None:
+        raise ValueError(f"from_places is None, but there are {num_rows} to_places for {len(source)} rows of source")
+    if num_rows > len(target) and to_places is None:
+        raise ValueError(f"to_places is None, but target has {len(target)} rows only, for {num_rows}")
+    if num_rows == 0:
+        return
+    if not runs_triton(source, target):
+        reference.copy_rows(source, from_places, target, to_places)
+        return
+    check_reachable({"source": source, "target": target, "from_places": from_places, "to_places": to_places})
+    from nestpipe.kernels import triton_rows
+
+    triton_rows.copy_rows(source, from_places, target, to_places, num_rows, num_programs)
+
+
+def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
+    """target[places[i]] += source[i]. The places are distinct; None: row i."""
+    check_rows({"target": target, "source": source})
+    check_written("target", target)
+    check_shape("source", source, len(source), target.shape[1])
+    check_numbers("places", places, len(source))
+    if places is None and len(source) > len(target):
+        raise ValueError(f"places is None, but target has {len(target)} rows only, for {len(source)}")
+    if len(source) == 0:
+        return
+    if not runs_triton(target):
+        reference.add_rows(target, places, source)
+        return
+    check_reachable({"target": target, "places": places, "source": source})
+    from nestpipe.kernels import triton_rows
+
+    triton_rows.add_rows(target, places, source)

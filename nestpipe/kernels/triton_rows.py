@@ -1,0 +1,97 @@
+"""Kernels that copy and add rows."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nestpipe.kernels.triton_tiles import Tiles, elements, launch, tile_of, vector
+
+_SIZE = 4096
+"""elements of a tile: 4 wide loads of each of 256 threads under way, which a slow link to host memory needs"""
+_NUM_WARPS = 8
+_COUNTS = ["num_rows", "num_tiles", "source_stride", "target_stride"]
+
+
+@triton.jit
+def places_of(rows, places, num_rows):
+    """The rows' places, which are the rows themselves if None."""
+    return rows if places is None else tl.load(places + rows, mask=rows < num_rows, other=0)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def copy_kernel(
+    source,
+    from_places,
+    target,
+    to_places,
+    num_rows,
+    num_tiles,
+    source_stride,
+    target_stride,
+    VECTOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < num_tiles:  # a range would not do for Triton's interpreter with numpy 2.4
+        rows, columns, inside = tile_of(tile, num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
+        from_rows = places_of(rows, from_places, num_rows)
+        to_rows = places_of(rows, to_places, num_rows)
+        values = tl.load(elements(source, from_rows, source_stride, columns, VECTOR), mask=inside)
+        tl.store(elements(target, to_rows, target_stride, columns, VECTOR), values, mask=inside)
+        tile += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def add_kernel(
+    target,
+    places,
+    source,
+    num_rows,
+    target_stride,
+    source_stride,
+    VECTOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    rows, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
+    at = elements(target, places_of(rows, places, num_rows), target_stride, columns, VECTOR)
+    values = tl.load(elements(source, rows, source_stride, columns, VECTOR), mask=inside)
+    tl.store(at, tl.load(at, mask=inside) + values, mask=inside)
+
+
+def copy_rows(
+    source: Tensor,
+    from_places: Tensor | None,
+    target: Tensor,
+    to_places: Tensor | None,
+    num_rows: int,
+    num_programs: int | None,
+) -> None:
+    width = source.shape[1]
+    tiles, wide = Tiles(num_rows, width, _SIZE), vector(width, source, target)
+    launch(
+        copy_kernel,
+        len(tiles) if num_programs is None else min(num_programs, len(tiles)),
+        source,
+        from_places,
+        target,
+        to_places,
+        num_rows,
+        len(tiles),
+        source.stride(0) // wide,
+        target.stride(0) // wide,
+        VECTOR=wide,
+        **tiles.constants,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
+    num_rows, width = source.shape
+    tiles, wide = Tiles(num_rows, width, _SIZE), vector(width, source, target)
+    strides = target.stride(0) // wide, source.stride(0) // wide
+    constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
+    launch(add_kernel, len(tiles), target, places, source, num_rows, *strides, **constants)

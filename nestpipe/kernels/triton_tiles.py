@@ -1,0 +1,70 @@
+"""Arrays of rows in tiles: what every kernel in Triton shares.
+
+A tile is a few rows by a few columns; its shape follows from the row's width alone, never from the number of rows, and
+kernels are compiled without fused multiply-add: so a row's bits do not depend on what else is in the launch.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_COLUMNS = 128
+_VECTOR_BYTES = 16
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def tile_of(tile, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Of an int64 tile: rows [BLOCK_ROWS], columns [BLOCK_COLUMNS], and which of its elements exist."""
+    tiles_of_a_row: tl.constexpr = (WIDTH + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    rows = tile // tiles_of_a_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    columns = tile % tiles_of_a_row * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return rows, columns, (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+
+
+@triton.jit
+def elements(array, rows, stride, columns, VECTOR: tl.constexpr):
+    """Pointers to a tile of an array whose rows are stride * VECTOR elements apart.
+
+    The product tells the compiler that rows start at multiples of VECTOR elements: with it, loads are as wide.
+    """
+    return array + rows[:, None] * (stride * VECTOR) + columns[None, :]
+
+
+class Tiles:
+    """How an array of rows of this width is cut."""
+
+    def __init__(self, num_rows: int, width: int, size: int, most_columns: int = MOST_COLUMNS) -> None:
+        self.num_rows = num_rows
+        self.columns = min(_power_of_two(width), most_columns)
+        self.rows = max(1, size // self.columns)
+        self.width = width
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.rows) * -(-self.width // self.columns)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"WIDTH": self.width, "BLOCK_ROWS": self.rows, "BLOCK_COLUMNS": self.columns}
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def vector(width: int, *arrays: Tensor) -> int:
+    """Elements that a thread may load at once, as far as widths and strides permit; Triton looks at the addresses."""
+    most = _VECTOR_BYTES // arrays[0].itemsize
+    return math.gcd(most, width, *(array.stride(0) for array in arrays))
+
+
+def launch(kernel: Any, num_programs: int, *arguments: Any, **constants: int | None) -> None:
+    """On the device of the first argument in device memory, on its current stream; without any, in the interpreter."""
+    on_device = [argument for argument in arguments if isinstance(argument, Tensor) and argument.is_cuda]
+    with torch.cuda.device(on_device[0].device) if on_device else nullcontext():
+        kernel[(num_programs,)](*arguments, **constants, **_OPTIONS)

@@ -1,0 +1,55 @@
+"""Prints, as JSON, the machine code of each kernel for an H100 or H200, as the product would launch it.
+
+No accelerator is needed for that. It runs in a process of its own, where Triton is not the interpreter.
+"""
+
+import json
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from nestpipe.kernels import triton_rows, triton_segments, triton_updates
+
+TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1"}
+codes: dict[str, str] = {}
+
+
+def type_of(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return TYPES[argument.dtype]
+    return {int: "i32", float: "fp64", type(None): "constexpr"}[type(argument)]
+
+
+def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+    """What a launch does first."""
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
+    names = kernel.arg_names
+    values = dict(zip(names, arguments, strict=False)) | constants
+    signature = {name: "constexpr" if name in constants else type_of(values[name]) for name in names}
+    constexprs = {(i,): values[name] for i, name in enumerate(names) if signature[name] == "constexpr"}
+    aligned = [isinstance(values[name], Tensor) and values[name].data_ptr() % 16 == 0 for name in names]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    codes[f"{kernel.__name__} {signature[names[0]]}"] = compiled.asm["ptx"]
+
+
+JITFunction.run = compile_only
+places, mask = torch.arange(8), torch.tensor(False)
+for dtype in (torch.float32, torch.float64):
+    records, gradient = torch.zeros(8, 400, dtype=dtype), torch.zeros(8, 100, dtype=dtype)
+    rows, state, both = records[:, :100], records[:, 100:200], records[:, 100:300]
+    triton_segments.sum_runs(gradient, places, gradient[0], places, (places, places), rows, places, 8, 128)
+    triton_updates.adam(rows, both, gradient, mask, 0.9, 0.99, 0.1, 1e-8)
+    triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, mask, 0.1, 1e-8)
+    if dtype == torch.float32:
+        triton_rows.copy_rows(rows, places, gradient, places, 8, 2)
+        triton_rows.add_rows(rows, places, gradient)
+        triton_updates.sgd(rows, gradient, mask, 0.1)
+        triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
+print(json.dumps(codes))

@@ -1,0 +1,34 @@
+"""What the kernels become on an accelerator, read from their machine code: no accelerator is needed for that.
+
+The interpreter accepts more than the compiler, and neither rounds otherwise nor works side by side.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_machine_code(tmp_path: Path) -> None:
+    """Fails if fused multiply-add is not switched off, divide is the operator, root is tl.sqrt, the barrier of
+    rowwise_adagrad is gone, or VECTOR is 1."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compiled"]
+    root = Path(__file__).parents[2]
+    finished = subprocess.run(command, cwd=root, env=environment, timeout=55, stdout=subprocess.PIPE, check=True)
+    codes = json.loads(finished.stdout)
+    assert len(codes) == 10
+    for kernel, code in codes.items():
+        assert not re.search(r"\b(fma|atom|red)\.", code), f"{kernel} fuses, or writes with others to one place"
+        wide = "v4.b32" if kernel.endswith("fp32") else "v2.b64"
+        for instruction in ("ld.global", "st.global"):
+            assert f"{instruction}.{wide}" in code, f"{kernel} has narrow loads or stores only"
+        divides, roots = (set(re.findall(rf"\b{name}\.\S+", code)) for name in ("div", "sqrt"))
+        assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} rounds as it likes"
+        assert bool(divides) == bool(roots) == ("ada" in kernel)
+        if "rowwise" in kernel:
+            state_read = code.index(f"ld.global.{wide[3:]}")
+            assert state_read < code.rindex("bar.sync") < code.index("st.global")

@@ -1,0 +1,144 @@
+"""Rows copied and added, against the same in numpy and against the reference, to the bit.
+
+Fails, for example, if copy_kernel reads at `rows` instead of `from_rows`, if each of its programs does one tile only,
+if tile_of's mask forgets the width, or if add_kernel stores what it should add.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nestpipe.kernels import reference
+from nestpipe.kernels.rows import add_rows, copy_rows
+from tests.kernels.bits import ALL_DIMS, columns, same_bits
+
+
+def drawn_places(num: int, num_rows: int, device: torch.device) -> Tensor:
+    return torch.randperm(num_rows)[:num].to(device)
+
+
+def copied(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> Tensor:
+    out, rows = target.cpu().numpy().copy(), source.cpu().numpy()
+    places = next((p for p in (to_places, from_places) if p is not None), source)
+    for i in range(len(places)):
+        to = i if to_places is None else int(to_places[i])
+        out[to] = rows[i if from_places is None else int(from_places[i])]
+    return torch.from_numpy(out)
+
+
+@ALL_DIMS
+@pytest.mark.parametrize(("gathers", "scatters"), [(False, False), (False, True), (True, False), (True, True)])
+def test_copy(dim: int, dtype: torch.dtype, gathers: bool, scatters: bool, device: torch.device) -> None:
+    torch.manual_seed(0)
+    source, _ = columns(70, dim, dtype, device)
+    target, whole = columns(90, dim, dtype, device)
+    from_places = torch.randint(0, 70, (70,)).to(device) if gathers else None
+    to_places = drawn_places(70, 90, device) if scatters else None
+    before, expected = whole.clone(), copied(source, from_places, target, to_places)
+    of_reference = target.clone()
+    reference.copy_rows(source, from_places, of_reference, to_places)
+    copy_rows(source, from_places, target, to_places)
+    assert same_bits(target, expected)
+    assert same_bits(of_reference, expected)
+    whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
+    assert same_bits(whole, before), "columns beside the target's are not to change"
+
+
+@pytest.mark.parametrize("num_programs", [None, 1, 3, 1000])
+@pytest.mark.parametrize("dim", [64, 513])
+def test_any_number_of_programs(dim: int, num_programs: int | None, device: torch.device) -> None:
+    source, places = torch.randn(300, dim, device=device), torch.randint(0, 300, (200,)).to(device)
+    target = torch.zeros(200, dim, device=device)
+    copy_rows(source, places, target, None, num_programs)
+    assert same_bits(target, source[places])
+
+
+def test_bits_are_kept(device: torch.device) -> None:
+    bits = torch.tensor([[0x7FA00001, -0x80000000, 1, 0x7F800000]], dtype=torch.int32)
+    source, target = bits.view(torch.float32).to(device), torch.zeros(1, 4, device=device)
+    copy_rows(source, None, target, None)
+    assert target.cpu().view(torch.int32).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("with_places", [True, False])
+@ALL_DIMS
+def test_add(dim: int, dtype: torch.dtype, with_places: bool, device: torch.device) -> None:
+    torch.manual_seed(1)
+    target, whole = columns(90, dim, dtype, device)
+    source, _ = columns(70, dim, dtype, device)
+    places = drawn_places(70, 90, device) if with_places else None
+    before, of_reference = whole.clone(), target.clone()
+    expected = target.cpu().numpy().copy()
+    expected[np.arange(70) if places is None else places.cpu().numpy()] += source.cpu().numpy()
+    reference.add_rows(of_reference, places, source)
+    add_rows(target, places, source)
+    assert same_bits(target, torch.from_numpy(expected))
+    assert same_bits(of_reference, target)
+    whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
+    assert same_bits(whole, before)
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    none, rows, target = (torch.zeros(n, 3, device=device) for n in (0, 2, 4))
+    no_places = torch.empty(0, dtype=torch.int64, device=device)
+    copy_rows(none, None, target, None)
+    copy_rows(rows, no_places, target, None)
+    copy_rows(rows, no_places, none, no_places)
+    add_rows(target, None, none)
+    add_rows(target, no_places, none)
+    assert not target.any()
+
+
+def test_fewer_places_than_rows(device: torch.device) -> None:
+    source, target = torch.ones(5, 2, device=device), torch.zeros(5, 2, device=device)
+    copy_rows(source, None, target, torch.tensor([3, 1], device=device))
+    assert target[:, 0].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_what_is_refused(device: torch.device) -> None:
+    rows = torch.zeros(3, 4, device=device)
+    for source, target, message in (
+        (rows, rows.double(), "float32"),
+        (rows, torch.zeros(3, 5, device=device), r"must have \[3, 4\]"),
+        (rows, torch.zeros(4, 3, device=device).t(), "side by side"),
+        (rows, torch.zeros(4, device=device).expand(3, 4), "overlap"),
+        (rows, torch.zeros(2, 4, device=device), "2 rows only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copy_rows(source, None, target, None)
+    with pytest.raises(ValueError, match="int64"):
+        copy_rows(rows, torch.zeros(3, dtype=torch.int32, device=device), rows.clone(), None)
+    with pytest.raises(ValueError, match="for 3 rows of source"):
+        copy_rows(rows, None, torch.zeros(9, 4, device=device), torch.arange(4, device=device))
+
+
+@pytest.mark.parametrize("num_programs", [None, 4])
+def test_pinned_host_memory(num_programs: int | None, accelerator: torch.device) -> None:
+    """Read and written by the device where it is; host memory that is not pinned is refused."""
+    host = torch.randn(5000, 129).pin_memory()
+    from_places, to_places = torch.randint(0, 5000, (3000,)), torch.randperm(5000)[:3000]
+    there = torch.empty(3000, 128, device=accelerator)
+    copy_rows(host[:, 1:], from_places.to(accelerator), there, None, num_programs)
+    assert same_bits(there, host[:, 1:][from_places])
+    back = torch.zeros(5000, 128).pin_memory()
+    copy_rows(there, None, back, to_places.pin_memory(), num_programs)
+    torch.cuda.synchronize()
+    assert same_bits(back[to_places], there)
+    with pytest.raises(ValueError, match="pin_memory"):
+        copy_rows(torch.zeros(3000, 128), None, there, None)
+
+
+def test_more_than_2_to_the_31_elements(accelerator: torch.device) -> None:
+    """Fails if tile_of's rows are int32. The interpreter would touch all of the memory."""
+    large = torch.empty(2**31 // 64 + 100, 64, device=accelerator)
+    places = torch.tensor([len(large) - 1, 0, len(large) - 90], device=accelerator)
+    rows = torch.randn(3, 64, device=accelerator)
+    copy_rows(rows, None, large, places)
+    add_rows(large, places, rows)
+    again = torch.empty_like(rows)
+    copy_rows(large, places, again, None)
+    assert same_bits(again, rows + rows)
+    tail = torch.empty(200, 64, device=accelerator)
+    copy_rows(large[-200:], None, tail, None)
+    assert same_bits(tail, large[-200:])
