@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nestpipe.kernels.attention_parts import (
+    FIELDS,
     is_seen,
     load_block,
     load_tokens,
@@ -21,7 +22,7 @@ def buckets_kernel(buckets, times, bounds, blocks, pairs, max_length, NUM_BOUNDS
     pair = tl.program_id(0)
     block, distance = tl.load(pairs + pair * 2), tl.load(pairs + pair * 2 + 1)
     number, _, length, first_tile = load_block(blocks, block)
-    of_sample = times + tl.load(blocks + block * 5 + 4).to(tl.int64) * (max_length + 1)
+    of_sample = times + tl.load(blocks + block * FIELDS + 4).to(tl.int64) * (max_length + 1)
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     # A query knows when the next item comes. A token that fills up has the time of the target.
     query_times = tl.load(of_sample + tl.minimum(number * SIZE + rows + 1, length))

@@ -6,7 +6,7 @@ from nestpipe.ops.ordered import add_in_order, add_sorted
 
 
 def test_the_order_is_that_of_the_index() -> None:
-    """Fails if the sort is not stable."""
+    """Fails if the sorted sums run from the last entry to the first."""
     source = torch.tensor([1e8, 1.0, -1e8, 1.0]).repeat(50).repeat(3, 1).t().contiguous()
     index = torch.tensor([4, 1, 4, 4, 1, 0, 0]).repeat(29)[: len(source)]
     expected, got = torch.zeros(6, 3), torch.zeros(6, 3)
