@@ -14,7 +14,7 @@ from torch import Tensor
 from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
 from nestpipe.bench.pairs import compare
 from nestpipe.bench.report import Record
-from nestpipe.ops.attention import ATTENTION_FORMS, fuxi_attention, hstu_attention
+from nestpipe.ops.attention import fuxi_attention, hstu_attention
 from nestpipe.ops.sequences import BLOCK, NUM_TIME_BUCKETS, Sequences
 
 SEED = 1
@@ -23,6 +23,7 @@ LENGTHS = (512, 1024, 2048)
 NUM_HEADS, DIM_QK, DIM_V = 4, 32, 32
 NUM_PAIRS = 15
 LARGEST_GAP_SECONDS = 100_000
+FORMS = ("blocked", "plain")
 OPS = {"hstu": hstu_attention, "fuxi": fuxi_attention}
 
 
@@ -40,7 +41,7 @@ def _records_of(method: str, lengths: tuple[int, ...], scale: int, num_pairs: in
     per_token: dict[tuple[str, int], float] = {}
     for length in lengths:
         times = _milliseconds(method, length // scale, num_tokens, num_pairs)
-        for form in ATTENTION_FORMS:
+        for form in FORMS:
             peak = in_fresh_process(_peak_bytes, method, form, length // scale, num_tokens)
             per_token[form, length] = peak / num_tokens
             yield {

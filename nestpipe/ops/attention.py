@@ -2,29 +2,39 @@
 
 q, k [num_tokens, heads, dim_qk] and v [num_tokens, heads, dim_v]; w_pos [2 * max_length - 1], w_ts [129]. A token looks
 at those of its sample up to itself; for token i looking at token j, b_pos = w_pos[max_length - 1 + j - i] and
-b_ts = w_ts[bucket of |time of token i + 1 - time of token j|]. Two forms: "plain", the reference, holds all scores of
+b_ts = w_ts[bucket of |time of token i + 1 - time of token j|]. The forms: "plain", the reference, holds all scores of
 a batch, [num_samples, heads, max_length, max_length]; "blocked" a few blocks at a time, and makes them again in
-backward, so that its memory is linear in the number of tokens.
+backward, so that its memory is linear in the number of tokens. Kernels do that on CUDA, if Triton is installed, q, k, v
+are bfloat16 or float32 and dims are at most 128; torch elsewhere. "kernel" is an error where the kernels cannot run.
+Sums are in float32 at least; the output has the dtype of v.
 """
+
+import os
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestpipe.ops.attention_blocks import BlockedFuxi, BlockedHstu
+from nestpipe.kernels.attention_tiles import LARGEST_DIM, SIZES
+from nestpipe.ops.attention_blocks import BlockedFuxi, BlockedHstu, wide
 from nestpipe.ops.sequences import BLOCK, Blocks, Pairs, Sequences
 
-ATTENTION_FORMS = ("blocked", "plain")
+ATTENTION_FORMS = ("blocked", "kernel", "plain")
+HAS_TRITON = find_spec("triton") is not None
 
 
 def hstu_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
     """[num_tokens, heads, dim_v]: the sum of silu(q_i k_j + b_pos + b_ts) / max_length * v_j over j <= i."""
-    check_form(form)
-    _check_lengths(w_pos, sequences)
+    _check(w_pos, sequences, form)
     if form == "plain":
         return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
+    if _takes_kernels(q, v, form):
+        from nestpipe.kernels.attention import hstu_attention_kernel  # imports Triton
+
+        return hstu_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
     out: Tensor = BlockedHstu.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
     return out
 
@@ -33,12 +43,29 @@ def fuxi_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
     """[num_tokens, heads, 3 * dim_v]: sums over j <= i of b_pos v_j, b_ts v_j, silu(q_i k_j) / max_length * v_j."""
-    check_form(form)
-    _check_lengths(w_pos, sequences)
+    _check(w_pos, sequences, form)
     if form == "plain":
         return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
+    if _takes_kernels(q, v, form):
+        from nestpipe.kernels.attention import fuxi_attention_kernel  # imports Triton
+
+        return fuxi_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
     out: Tensor = BlockedFuxi.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
     return out
+
+
+def _takes_kernels(q: Tensor, v: Tensor, form: str) -> bool:
+    can_take = q.dtype in SIZES and max(q.shape[2], v.shape[2]) <= LARGEST_DIM
+    if form != "kernel":
+        return can_take and q.is_cuda and HAS_TRITON
+    if not can_take:
+        raise ValueError(
+            f"attention 'kernel' takes bfloat16 or float32 and dims up to {LARGEST_DIM}, got {q.dtype} with dim_qk "
+            f"{q.shape[2]} and dim_v {v.shape[2]}; use 'blocked'"
+        )
+    if not HAS_TRITON or not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError("attention 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
+    return True
 
 
 def _blocks(sequences: Sequences) -> Blocks:
@@ -50,7 +77,8 @@ def check_form(form: str) -> None:
         raise ValueError(f"attention is {form!r}, must be one of {', '.join(map(repr, ATTENTION_FORMS))}")
 
 
-def _check_lengths(w_pos: Tensor, sequences: Sequences) -> None:
+def _check(w_pos: Tensor, sequences: Sequences, form: str) -> None:
+    check_form(form)
     if len(w_pos) != 2 * sequences.max_length - 1:
         raise ValueError(
             f"w_pos has {len(w_pos)} weights, for a max_length of {(len(w_pos) + 1) // 2}, but times has "
@@ -59,21 +87,23 @@ def _check_lengths(w_pos: Tensor, sequences: Sequences) -> None:
 
 
 def _plain_hstu(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> Tensor:
-    blocks = sequences.in_blocks(sequences.max_length)
-    b_pos, b_ts = _biases(w_pos, w_ts, sequences)
-    q, k, v = (blocks.by_head(x) for x in (q, k, v))
-    scores = q @ k.transpose(2, 3) + (b_pos + b_ts)[:, None]
-    weights = F.silu(scores) / sequences.max_length
-    return blocks.from_heads(weights.tril() @ v)
+    blocks, dtype = sequences.in_blocks(sequences.max_length), v.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        b_pos, b_ts = _biases(w_pos, w_ts, sequences)
+        q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
+        scores = q @ k.transpose(2, 3) + (b_pos + b_ts)[:, None]
+        weights = F.silu(scores) / sequences.max_length
+        return blocks.from_heads(weights.tril() @ v).to(dtype)
 
 
 def _plain_fuxi(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> Tensor:
-    blocks = sequences.in_blocks(sequences.max_length)
-    b_pos, b_ts = _biases(w_pos, w_ts, sequences)
-    q, k, v = (blocks.by_head(x) for x in (q, k, v))
-    weights = F.silu(q @ k.transpose(2, 3)) / sequences.max_length
-    by_position, by_time = b_pos.tril() @ v, b_ts.tril()[:, None] @ v
-    return blocks.from_heads(torch.cat([by_position, by_time, weights.tril() @ v], dim=3))
+    blocks, dtype = sequences.in_blocks(sequences.max_length), v.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        b_pos, b_ts = _biases(w_pos, w_ts, sequences)
+        q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
+        weights = F.silu(q @ k.transpose(2, 3)) / sequences.max_length
+        by_position, by_time = b_pos.tril() @ v, b_ts.tril()[:, None] @ v
+        return blocks.from_heads(torch.cat([by_position, by_time, weights.tril() @ v], dim=3)).to(dtype)
 
 
 def _biases(w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,13 @@
-"""The blocked forms of attention: scores of a few pairs of blocks at a time, made again in backward.
+"""The blocked forms of attention in torch: scores of a few pairs of blocks at a time, made again in backward.
 
 The order of summation is fixed: a query's sum runs over its blocks of keys from the nearest to the farthest, a key's
 gradient over its blocks of queries likewise, whatever other samples are in the batch. Gradients of w_pos and w_ts are
-summed within a pair of blocks, then over pairs in order.
+summed within a pair of blocks, then over pairs in order. Tokens in bfloat16 or float16 are worked on in float32.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +17,43 @@ from torch.autograd.function import once_differentiable
 from nestpipe.ops.sequences import Blocks, Pairs
 
 Gradients = tuple[Tensor | None, ...]
+Result = TypeVar("Result")
+
+
+def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Of a forward or backward: autocast would round what is meant to be in float32."""
+
+    @wraps(function)
+    def wrapped(ctx: Any, first: Tensor, *others: Any) -> Result:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(ctx, first, *others)
+
+    return wrapped
 
 
 class BlockedHstu(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
         ctx.save_for_backward(q, k, v, w_pos, w_ts)
         ctx.blocks = blocks
-        q, k, v = (blocks.by_head(x) for x in (q, k, v))
+        dtype = v.dtype
+        q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
         out = torch.zeros_like(v)
         for pairs in blocks.pairs(q.shape[1]):
             scores, _ = _hstu_scores(q[pairs.queries], k[pairs.keys], w_pos, w_ts, blocks, pairs)
             weights = _causal(F.silu(scores, inplace=True), pairs)
             out.index_add_(0, pairs.queries, weights @ v[pairs.keys])
-        return blocks.from_heads(out.div_(blocks.max_length))
+        return blocks.from_heads(out.div_(blocks.max_length)).to(dtype)
 
     @staticmethod
+    @without_autocast
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors
-        q, k, v = (blocks.by_head(x) for x in (q, k, v))
-        d_out = blocks.by_head(gradient).div_(blocks.max_length)
+        dtype = q.dtype
+        q, k, v, d_out = (wide(blocks.by_head(x)) for x in (q, k, v, gradient))
+        d_out.div_(blocks.max_length)
         d_q, d_k, d_v, d_pos, d_ts = map(torch.zeros_like, (q, k, v, w_pos, w_ts))
         for pairs in blocks.pairs(q.shape[1]):
             of_q, of_k, of_v, of_out = q[pairs.queries], k[pairs.keys], v[pairs.keys], d_out[pairs.queries]
@@ -48,44 +66,47 @@ class BlockedHstu(torch.autograd.Function):
             d_biases = d_scores.sum(1)
             _add_position_gradient(d_pos, d_biases, blocks, pairs)
             _add_time_gradient(d_ts, d_biases, buckets)
-        return *(blocks.from_heads(x) for x in (d_q, d_k, d_v)), d_pos, d_ts, None
+        return *(blocks.from_heads(x).to(dtype) for x in (d_q, d_k, d_v)), d_pos, d_ts, None
 
 
 class BlockedFuxi(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
         ctx.save_for_backward(q, k, v, w_pos, w_ts)
         ctx.blocks = blocks
         # Weights of position and time are the same for all heads: there the heads' values stand side by side.
-        wide, heads, shape = blocks.all_heads(v), v.shape[1], v.shape
-        q, k, v = (blocks.by_head(x) for x in (q, k, v))
-        by_position, by_time, by_score = torch.zeros_like(wide), torch.zeros_like(wide), torch.zeros_like(v)
+        beside, heads, shape, dtype = wide(blocks.all_heads(v)), v.shape[1], v.shape, v.dtype
+        q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
+        by_position, by_time, by_score = torch.zeros_like(beside), torch.zeros_like(beside), torch.zeros_like(v)
         for pairs in blocks.pairs(heads):
-            of_wide = wide[pairs.keys]
+            of_beside = beside[pairs.keys]
             b_pos, b_ts, _ = _fuxi_biases(w_pos, w_ts, blocks, pairs)
-            by_position.index_add_(0, pairs.queries, b_pos @ of_wide)
-            by_time.index_add_(0, pairs.queries, b_ts @ of_wide)
+            by_position.index_add_(0, pairs.queries, b_pos @ of_beside)
+            by_time.index_add_(0, pairs.queries, b_ts @ of_beside)
             weights = _causal(F.silu(q[pairs.queries] @ k[pairs.keys].transpose(2, 3), inplace=True), pairs)
             by_score.index_add_(0, pairs.queries, weights @ v[pairs.keys])
         parts = [blocks.take(x.flatten(0, 1)).view(shape) for x in (by_position, by_time)]
-        return torch.cat([*parts, blocks.from_heads(by_score.div_(blocks.max_length))], dim=2)
+        return torch.cat([*parts, blocks.from_heads(by_score.div_(blocks.max_length))], dim=2).to(dtype)
 
     @staticmethod
+    @without_autocast
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors
         d_position, d_time, d_score = gradient.split(v.shape[2], dim=2)
-        wide, d_position, d_time = (blocks.all_heads(x) for x in (v, d_position, d_time))
-        shape = v.shape
-        q, k, v, d_score = (blocks.by_head(x) for x in (q, k, v, d_score))
+        beside, d_position, d_time = (wide(blocks.all_heads(x)) for x in (v, d_position, d_time))
+        shape, dtype = v.shape, v.dtype
+        q, k, v, d_score = (wide(blocks.by_head(x)) for x in (q, k, v, d_score))
         d_score.div_(blocks.max_length)
-        d_q, d_k, d_v, d_wide, d_pos, d_ts = map(torch.zeros_like, (q, k, v, wide, w_pos, w_ts))
+        d_q, d_k, d_v, d_beside, d_pos, d_ts = map(torch.zeros_like, (q, k, v, beside, w_pos, w_ts))
         for pairs in blocks.pairs(q.shape[1]):
-            of_wide, of_position, of_time = wide[pairs.keys], d_position[pairs.queries], d_time[pairs.queries]
+            of_beside, of_position, of_time = beside[pairs.keys], d_position[pairs.queries], d_time[pairs.queries]
             b_pos, b_ts, buckets = _fuxi_biases(w_pos, w_ts, blocks, pairs)
-            d_wide.index_add_(0, pairs.keys, (b_pos.transpose(1, 2) @ of_position).add_(b_ts.transpose(1, 2) @ of_time))
-            _add_position_gradient(d_pos, _causal(of_position @ of_wide.transpose(1, 2), pairs), blocks, pairs)
-            _add_time_gradient(d_ts, _causal(of_time @ of_wide.transpose(1, 2), pairs), buckets)
+            d_both = (b_pos.transpose(1, 2) @ of_position).add_(b_ts.transpose(1, 2) @ of_time)
+            d_beside.index_add_(0, pairs.keys, d_both)
+            _add_position_gradient(d_pos, _causal(of_position @ of_beside.transpose(1, 2), pairs), blocks, pairs)
+            _add_time_gradient(d_ts, _causal(of_time @ of_beside.transpose(1, 2), pairs), buckets)
 
             of_q, of_k, of_v, of_score = q[pairs.queries], k[pairs.keys], v[pairs.keys], d_score[pairs.queries]
             scores = of_q @ of_k.transpose(2, 3)
@@ -94,8 +115,13 @@ class BlockedFuxi(torch.autograd.Function):
             d_v.index_add_(0, pairs.keys, weights.transpose(2, 3) @ of_score)
             d_q.index_add_(0, pairs.queries, d_scores @ of_k)
             d_k.index_add_(0, pairs.keys, d_scores.transpose(2, 3) @ of_q)
-        d_values = blocks.from_heads(d_v).add_(blocks.take(d_wide.flatten(0, 1)).view(shape))
-        return blocks.from_heads(d_q), blocks.from_heads(d_k), d_values, d_pos, d_ts, None
+        d_values = blocks.from_heads(d_v).add_(blocks.take(d_beside.flatten(0, 1)).view(shape))
+        return *(x.to(dtype) for x in (blocks.from_heads(d_q), blocks.from_heads(d_k), d_values)), d_pos, d_ts, None
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, if its precision is lower."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _hstu_scores(

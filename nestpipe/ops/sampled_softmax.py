@@ -14,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.kernels.attention_tiles import upload
+from nestpipe.ops.ordered import add_in_order
 from nestpipe.ops.sequences import BLOCK, Sequences
 
 NEGATIVES_PER = ("position", "sample")
 SMALLEST_NORM = 1e-6
 GATHERED_ELEMENTS = 2**19
-"""elements of rows gathered at a time"""
+"""elements of rows gathered at a time: few enough for a core's own memory"""
+GATHERED_ELEMENTS_ON_DEVICE = 2**26
 
 
 def sampled_softmax(
@@ -35,16 +38,17 @@ def sampled_softmax(
     """The sum over tokens of -log softmax of the next item's logit.
 
     outputs [num_tokens, dim]; rows [m, dim]; positives [num_tokens] and negatives index rows. Negatives are those of
-    token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many.
+    token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many. Computed in the rows' dtype.
     """
     of_each = _of_each(negatives, sequences, negatives_per)
-    outputs, rows = unit(outputs), unit(rows)
-    if form == "plain":
-        return _plain(outputs, rows, positives, of_each, sequences, negatives_per, temperature)
-    units, work = _units(outputs, positives, of_each, sequences, negatives_per)
-    is_trained = torch.is_grad_enabled() and (units.requires_grad or rows.requires_grad)
-    loss: Tensor = _Blocked.apply(units, rows, work, temperature, is_trained)  # type: ignore[no-untyped-call]
-    return loss
+    with torch.autocast(rows.device.type, enabled=False):
+        outputs, rows = unit(outputs.to(rows.dtype)), unit(rows)
+        if form == "plain":
+            return _plain(outputs, rows, positives, of_each, sequences, negatives_per, temperature)
+        units, work = _units(outputs, positives, of_each, sequences, negatives_per)
+        is_trained = torch.is_grad_enabled() and (units.requires_grad or rows.requires_grad)
+        loss: Tensor = _Blocked.apply(units, rows, work, temperature, is_trained)  # type: ignore[no-untyped-call]
+        return loss
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -80,7 +84,7 @@ def _units(
         blocks.place(positives).view(shape),
         blocks.place(is_token).view(shape),
         negatives,
-        blocks.samples.to(positives.device),
+        upload(blocks.samples, positives.device),
     )
     return blocks.place(outputs).view(*shape, outputs.shape[1]), work
 
@@ -140,8 +144,8 @@ class _Blocked(torch.autograd.Function):
             slopes.div_(temperature)  # of what fills up, too: its x is zero, and its own gradient is never read
             of_positive, of_others = slopes[:, :, :1], slopes[:, :, 1:]
             d_units[part] = of_positive * of_positives + of_others @ of_negatives
-            d_rows.index_add_(0, positives.flatten(), (of_positive * x).flatten(0, 1))
-            d_rows.index_add_(0, negatives.flatten(), (of_others.transpose(1, 2) @ x).flatten(0, 1))
+            add_in_order(d_rows, positives.flatten(), (of_positive * x).flatten(0, 1))
+            add_in_order(d_rows, negatives.flatten(), (of_others.transpose(1, 2) @ x).flatten(0, 1))
         if d_units is not None and d_rows is not None:
             ctx.save_for_backward(d_units, d_rows)
         return total
@@ -155,7 +159,8 @@ class _Blocked(torch.autograd.Function):
 
 def _parts(work: _Work, dim: int) -> list[slice]:
     num_units, tokens = work.positives.shape
-    at_a_time = max(1, GATHERED_ELEMENTS // (work.negatives.shape[1] * max(dim, tokens)))
+    num_elements = GATHERED_ELEMENTS if work.negatives.device.type == "cpu" else GATHERED_ELEMENTS_ON_DEVICE
+    at_a_time = max(1, num_elements // (work.negatives.shape[1] * max(dim, tokens)))
     return [slice(first, first + at_a_time) for first in range(0, num_units, at_a_time)]
 
 

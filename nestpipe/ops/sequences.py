@@ -1,49 +1,47 @@
 """Jagged sequences of tokens: where each token lies, when it was, and the same tokens in blocks of equal size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
+
+from nestpipe.kernels.attention_tiles import Tiles, upload
 
 NUM_TIME_BUCKETS = 129
 BLOCK = 64
 """tokens in a block"""
 PAIR_ELEMENTS = 2**18
 """Scores worked on at a time: few enough to stay in a core's own memory, enough to make a call worth while."""
+PAIR_ELEMENTS_ON_DEVICE = 2**26
 
 
-@dataclass(frozen=True)
 class Sequences:
     """Sample s has the tokens offsets[s] .. offsets[s + 1] - 1, at most max_length of them."""
 
-    offsets: Tensor
-    """[num_samples + 1] int64"""
-    times: Tensor
-    """[num_samples, max_length + 1] int64: of each token, then of what follows the last; the rest is not used"""
-
-    def __post_init__(self) -> None:
-        num_samples = len(self.offsets) - 1
-        if self.times.dim() != 2 or len(self.times) != num_samples or self.times.shape[1] < 2:
+    def __init__(self, offsets: Tensor, times: Tensor, lengths: Sequence[int] | None = None) -> None:
+        """offsets [num_samples + 1] int64; times [num_samples, max_length + 1] int64: of each token, then of what
+        follows the last; the rest is not used. Who knows the lengths in host memory gives them, so that the host need
+        not wait for the device to learn them."""
+        num_samples = len(offsets) - 1
+        if times.dim() != 2 or len(times) != num_samples or times.shape[1] < 2:
             raise ValueError(
                 f"times must have a line for each of {num_samples} samples and max_length + 1 columns, "
-                f"got {list(self.times.shape)}"
+                f"got {list(times.shape)}"
             )
-        if self.times.is_floating_point():
-            raise ValueError(f"times must be integers, got {self.times.dtype}")
+        if times.is_floating_point():
+            raise ValueError(f"times must be integers, got {times.dtype}")
+        self.offsets, self.times = offsets, times
+        self.max_length = int(times.shape[1]) - 1
+        self.lengths: list[int] = offsets.diff().tolist() if lengths is None else list(lengths)
+        if len(self.lengths) != num_samples:
+            raise ValueError(f"there are {len(self.lengths)} lengths for {num_samples} samples")
         longest = max(self.lengths, default=0)
         if longest > self.max_length:
             raise ValueError(f"a sequence has {longest} tokens; the longest allowed has {self.max_length}")
-
-    @property
-    def max_length(self) -> int:
-        return int(self.times.shape[1]) - 1
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        lengths: list[int] = self.offsets.diff().tolist()
-        return lengths
+        self._blocks: dict[int, Blocks] = {}
+        self._tiles: dict[int, Tiles] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -73,9 +71,11 @@ class Sequences:
             self._blocks[size] = Blocks(self, size)
         return self._blocks[size]
 
-    @cached_property
-    def _blocks(self) -> "dict[int, Blocks]":
-        return {}
+    def in_tiles(self, size: int) -> Tiles:
+        """The same for the kernels of an accelerator."""
+        if size not in self._tiles:
+            self._tiles[size] = Tiles(self.lengths, self.times, time_bounds(self.times.device), size)
+        return self._tiles[size]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Blocks:
         """[num_blocks] sample of each block"""
         self.numbers = torch.tensor([i for n in num_blocks for i in range(n)], dtype=torch.int64)
         """[num_blocks] number of each block in its sample"""
-        first = torch.tensor([0, *num_blocks]).cumsum(0)[:-1].to(device)
+        first = upload(torch.tensor([0, *num_blocks]).cumsum(0)[:-1], device)
         self.slots = first.index_select(0, sequences.samples) * size + sequences.places
         """[num_tokens] where each token lies"""
         at = sequences.samples * (sequences.max_length + 1) + sequences.places
@@ -138,10 +138,11 @@ class Blocks:
 
     def pairs(self, num_heads: int) -> Iterator[Pairs]:
         """All of them, a few at a time, by distance: a query meets near keys first, whatever samples are beside it."""
-        at_a_time = max(1, PAIR_ELEMENTS // (num_heads * self.size**2))
         device = self.slots.device
+        num_elements = PAIR_ELEMENTS if device.type == "cpu" else PAIR_ELEMENTS_ON_DEVICE
+        at_a_time = max(1, num_elements // (num_heads * self.size**2))
         for distance in range(self.most_blocks):
-            for queries in (self.numbers >= distance).nonzero().flatten().to(device).split(at_a_time):
+            for queries in upload((self.numbers >= distance).nonzero().flatten(), device).split(at_a_time):
                 yield Pairs(queries, queries - distance, distance)
 
     def position_index(self, distance: int) -> Tensor:
@@ -163,3 +164,16 @@ def time_buckets(differences: Tensor) -> Tensor:
     """
     logarithms = differences.abs().clamp_(min=1).double().log_()
     return logarithms.div_(0.301).clamp_(max=NUM_TIME_BUCKETS - 1).to(torch.int64)
+
+
+@cache
+def time_bounds(device: torch.device) -> Tensor:
+    """[128] int64: the smallest difference in each bucket from 1 on. So the number of bounds up to a difference is its
+    bucket, on every device and exactly."""
+    buckets = torch.arange(1, NUM_TIME_BUCKETS)
+    below, bounds = torch.zeros_like(buckets), torch.full_like(buckets, 2**62)
+    while bool((bounds - below > 1).any()):
+        middle = (below + bounds) // 2
+        is_in = time_buckets(middle) >= buckets
+        below, bounds = torch.where(is_in, below, middle), torch.where(is_in, middle, bounds)
+    return bounds.to(device)

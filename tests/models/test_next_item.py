@@ -122,6 +122,27 @@ def test_the_same_bits_again_with_dropout(model_class) -> None:
     assert not torch.equal(model(embedded(batch, rows), batch.inputs), results[0][0])
 
 
+@pytest.mark.parametrize("form", ["blocked", "plain"])
+@pytest.mark.parametrize("model_class", [HSTU, FuXi])
+def test_autocast(model_class, form: str) -> None:
+    """As good as bfloat16 is; loss, gradients and users stay in float32."""
+    batch = histories(LENGTHS * 5, MAX_LENGTH)
+    results = []
+    for is_on in (False, True):
+        model, rows = make(model_class, attention=form).float(), make_rows(torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            loss = model(embedded(batch, rows), batch.inputs)
+            users = model.encode(embedded(batch, rows), batch.inputs)
+        loss.backward()
+        results.append(
+            [loss.detach(), users.detach(), rows.grad, *(parameter.grad for parameter in model.parameters())]
+        )
+    for expected, got in zip(*results, strict=True):
+        assert got.dtype == torch.float32
+        assert float((got - expected).norm() / expected.norm()) < 0.1
+    assert not torch.equal(results[0][0], results[1][0])
+
+
 @pytest.mark.parametrize("model_class", [HSTU, FuXi])
 def test_parameters_depend_on_the_seed_alone(model_class) -> None:
     torch.manual_seed(123)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.ops.attention import fuxi_attention, hstu_attention
-from nestpipe.ops.sequences import Sequences, time_buckets
+from nestpipe.ops.sequences import Sequences, time_bounds, time_buckets
 from tests.histories import histories
 
 OPS = [hstu_attention, fuxi_attention]
@@ -93,6 +93,37 @@ def test_the_same_bits_again(op) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("form", ["blocked", "plain"])
+@pytest.mark.parametrize("op", OPS)
+def test_bfloat16_is_worked_on_in_float32(op, form: str) -> None:
+    """So gradients of w_pos and w_ts, which are float32, are as good as if tokens were. Fails without `wide`."""
+    sequences = make_sequences(LENGTHS)
+    leaves = make_leaves(sum(LENGTHS), dtype=torch.float32)
+    tokens = {name: leaves[name].bfloat16() for name in "qkv"}
+    width = 3 if op is hstu_attention else 9
+    slopes = torch.randn(sum(LENGTHS), 2, width, generator=torch.Generator().manual_seed(7)).bfloat16()
+    low = outcome(op, leaves | tokens, sequences, form, slopes)
+    exact = {name: leaf.double() for name, leaf in (leaves | tokens).items()}
+    expected = outcome(op, exact, sequences, "plain", slopes.double())
+    for name, value in expected.items():
+        is_weight = name.startswith("w")
+        assert low[name].dtype == (torch.float32 if is_weight else torch.bfloat16)
+        error = float((low[name].double() - value).norm() / value.norm())
+        assert error < (1e-6 if is_weight else 4e-3), (name, error)
+
+
+@pytest.mark.parametrize("form", ["blocked", "plain"])
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_nothing(op, form: str) -> None:
+    """Not even backward, where it is our own. Fails without `without_autocast`."""
+    sequences = make_sequences(LENGTHS)
+    leaves = make_leaves(sum(LENGTHS), dtype=torch.float32)
+    expected = outcome(op, leaves, sequences, form)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = outcome(op, leaves, sequences, form)
+    assert all(torch.equal(got[name], expected[name]) for name in (expected if form == "blocked" else ["out"]))
+
+
 def test_what_is_not_used_changes_nothing() -> None:
     """Times behind the target's."""
     sequences = make_sequences([2, 3], max_length=6)
@@ -112,9 +143,26 @@ def test_time_buckets() -> None:
     assert time_buckets(differences).tolist() == [0, 0, 0, 2, 3, 3, 13, 27, 57, 128]
 
 
+def test_time_bounds() -> None:
+    """Around every bound, the number of bounds up to a difference is its bucket."""
+    bounds = time_bounds(torch.device("cpu"))
+    assert len(bounds) == 128
+    differences = torch.cat([bounds + shift for shift in range(-1000, 1001)]).clamp_(min=0)
+    assert torch.equal(torch.searchsorted(bounds, differences, right=True), time_buckets(differences))
+
+
+def test_lengths_may_be_given() -> None:
+    """Then offsets, which may be on a device, are not read. A meta tensor cannot be."""
+    times = torch.zeros(3, 4, dtype=torch.int64)
+    offsets = torch.tensor([0, 2, 2, 5], device="meta")
+    assert Sequences(offsets, times, [2, 0, 3]).num_tokens == 5
+    with pytest.raises(ValueError, match="there are 2 lengths for 3 samples"):
+        Sequences(offsets, times, [2, 3])
+
+
 def test_refusals() -> None:
     sequences, leaves = make_sequences([2, 3], max_length=6), make_leaves(5, max_length=6)
-    with pytest.raises(ValueError, match="attention is 'fast', must be one of 'blocked', 'plain'"):
+    with pytest.raises(ValueError, match="attention is 'fast', must be one of 'blocked', 'kernel', 'plain'"):
         hstu_attention(**leaves, sequences=sequences, form="fast")
     with pytest.raises(ValueError, match="for a max_length of 5, but times has 7 columns"):
         hstu_attention(**leaves | {"w_pos": torch.zeros(9)}, sequences=sequences)

@@ -113,6 +113,22 @@ def test_the_same_bits_again(per: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("form", ["blocked", "plain"])
+@pytest.mark.parametrize("per", ["position", "sample"])
+def test_autocast_changes_nothing(per: str, form: str) -> None:
+    """It is computed in the rows' dtype. Fails if sampled_softmax leaves autocast as it is."""
+    leaves, rest = make(per)
+    leaves = {"outputs": leaves["outputs"].bfloat16(), "rows": leaves["rows"].float()}
+    expected = outcome(leaves | {"outputs": leaves["outputs"].float()}, rest, form)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = outcome(leaves, rest, form)
+    assert got["outputs"].dtype == torch.bfloat16
+    assert torch.equal(got["loss"], expected["loss"])
+    if form == "blocked":  # whose backward has only to scale
+        torch.testing.assert_close(got["rows"], expected["rows"])
+        torch.testing.assert_close(got["outputs"].float(), expected["outputs"], rtol=1e-2, atol=1e-5)
+
+
 def test_refusals() -> None:
     leaves, rest = make("position", [2, 1])
     with pytest.raises(ValueError, match="there are 14 negatives for 3 positions"):
