@@ -75,6 +75,18 @@ def run_bench(
     return result
 
 
+def load_records(path: Path, bench: str) -> list[Record]:
+    """Of a result that `run_bench` wrote for this benchmark."""
+    try:
+        result = json.loads(path.read_text())
+        name, records = result["bench"], result["records"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result of `nestpipe bench {bench} --json`: {error!r}") from None
+    if name != bench:
+        raise ValueError(f"{path} is a result of bench {name}, not of bench {bench}")
+    return list(records)
+
+
 def print_records(result: BenchResult, console: Console) -> None:
     """A block for each kind of record, that is, for each set of fields: fields down, records across."""
     kinds: dict[tuple[str, ...], list[Record]] = {}

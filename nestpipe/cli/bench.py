@@ -11,6 +11,7 @@ from rich.console import Console
 from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import consistency as consistency_bench
+from nestpipe.bench import consistency_figures
 from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
@@ -18,7 +19,7 @@ from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.hosts import check_possible
-from nestpipe.bench.report import Record, print_records, run_bench
+from nestpipe.bench.report import Record, load_records, print_records, run_bench
 from nestpipe.bench.targets import find_misses, load_targets
 
 app = typer.Typer(help="Measure, and compare with the targets in benchmarks/targets.toml.", no_args_is_help=True)
@@ -26,15 +27,21 @@ app = typer.Typer(help="Measure, and compare with the targets in benchmarks/targ
 Json = Annotated[Path, typer.Option("--json", help="File for the records and the environment they were measured in.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A run of seconds that shows it works; its figures mean nothing.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 and name each target that is missed.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="File for a plot of the records, as SVG.")]
+Draw = Callable[[list[Record]], None]
 
 
-def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: bool, check: bool) -> None:
+def _run(
+    name: str,
+    records: Callable[[], Iterator[Record]],
+    path: Path,
+    quick: bool,
+    check: bool,
+    draw: Draw | None = None,
+) -> None:
     if quick and check:
         raise typer.BadParameter("--quick has no thresholds; leave out one of --quick and --check")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} of --json does not exist")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise typer.BadParameter(f"{path} of --json cannot be written")
+    _check_writable(path, "--json")
     try:
         targets = load_targets(name) if check else []
     except FileNotFoundError as error:
@@ -42,6 +49,8 @@ def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: 
     console = Console()
     result = run_bench(name, records, path, console, quick=quick)
     print_records(result, console)
+    if draw is not None:
+        draw(result.records)
     misses = find_misses(targets, result.records)
     for miss in misses:
         console.print(f"[red]missed[/red] {miss}", highlight=False, soft_wrap=True)
@@ -49,6 +58,13 @@ def _run(name: str, records: Callable[[], Iterator[Record]], path: Path, quick: 
         console.print(f"all {len(targets)} targets of {name} are met", highlight=False)
     if misses:
         raise typer.Exit(1)
+
+
+def _check_writable(path: Path, option: str) -> None:
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} of {option} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} of {option} cannot be written")
 
 
 @app.command()
@@ -110,6 +126,38 @@ def network(
 
 
 @app.command()
-def consistency(path: Json, quick: Quick = False, check: Check = False) -> None:
+def consistency(path: Json, plot: Plot = None, quick: Quick = False, check: Check = False) -> None:
     """HSTU on 3 ranks: every schedule ends with serial's digest and metrics; how far stale rows are from them."""
-    _run("consistency", lambda: consistency_bench.records(quick), path, quick, check)
+    draw = _drawing(plot, path) if plot is not None else None
+    _run("consistency", lambda: consistency_bench.records(quick), path, quick, check, draw)
+
+
+@app.command()
+def redraw(
+    path: Annotated[Path, typer.Argument(help="What `nestpipe bench consistency --json` wrote.", metavar="RESULT")],
+    plot: Plot = None,
+) -> None:
+    """Nothing is measured: prints the table of a saved result of consistency in Markdown, and plots it if asked."""
+    draw = _drawing(plot, path) if plot is not None else None
+    try:
+        records = load_records(path, "consistency")
+        typer.echo(consistency_figures.table(records))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if draw is not None:
+        draw(records)
+
+
+def _drawing(plot: Path, result: Path) -> Draw:
+    """Refuses what cannot be written at once, before anything is measured."""
+    _check_writable(plot, "--plot")
+    if plot.resolve() == result.resolve():
+        raise typer.BadParameter(f"{plot} of --plot is the file of the records; give the plot one of its own")
+
+    def draw(records: list[Record]) -> None:
+        try:
+            plot.write_text(consistency_figures.plot(records))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return draw
