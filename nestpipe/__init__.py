@@ -7,7 +7,8 @@ from nestpipe.embedding import row_optimizer as rows
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.row_optimizer import RowOptimizer
 from nestpipe.embedding.table import Pooled, Sequence, Table
-from nestpipe.pipelining.pipeline import NonFiniteError, pipeline
+from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.pipeline import pipeline
 from nestpipe.store import init
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.rank_metrics import RankMetrics

@@ -22,6 +22,10 @@ class Rows:
     offsets: Tensor
 
     @property
+    def host_lengths(self) -> list[int]:
+        return self.offsets.diff().tolist()
+
+    @property
     def values(self) -> Tensor:
         return F.embedding(self.index, self.rows)
 

@@ -25,9 +25,11 @@ class RankFailedError(AssertionError):
     """A rank raised; its traceback is the text."""
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 50) -> list[Any]:
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 50, device: str = "cpu"
+) -> list[Any]:
     """[function(world, *arguments) of rank 0, 1, ...]; a module-level function."""
-    ranks, results = _start(size, function, arguments)
+    ranks, results = _start(size, function, arguments, device)
     try:
         pickled = dict(results.get(timeout=timeout) for _ in ranks)
     finally:
@@ -54,13 +56,16 @@ def run_fragile_ranks(
     return {rank: pickle.loads(data)[1] for rank, data in pickled.items()}
 
 
-def _start(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[list[Any], Any]:
+def _start(
+    size: int, function: Callable[..., Any], arguments: tuple[Any, ...], device: str = "cpu"
+) -> tuple[list[Any], Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = _CONTEXT.Queue()
     ranks = [
-        _CONTEXT.Process(target=_run, args=(rank, size, port, results, function, arguments)) for rank in range(size)
+        _CONTEXT.Process(target=_run, args=(rank, size, port, results, function, arguments, device))
+        for rank in range(size)
     ]
     for rank in ranks:
         rank.start()
@@ -68,7 +73,13 @@ def _start(size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 
 def _run(
-    rank: int, size: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    results: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    device: str,
 ) -> None:
     import torch
 
@@ -77,7 +88,7 @@ def _run(
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        world = World.from_environment()
+        world = World.from_environment(device=device)
         results.put((rank, pickle.dumps((True, function(world, *arguments)))))  # by value: this process ends
         world.close()
     except BaseException:

@@ -8,3 +8,6 @@ OUTER = [
     pytest.param(schedule, marks=() if schedule in ("serial", "nested") else pytest.mark.slow) for schedule in SCHEDULES
 ]
 """serial and nested, which has the lanes of all others, in `make test`; all in `make test-slow`"""
+
+NESTED = [pytest.param(schedule, marks=() if schedule == "nested" else pytest.mark.slow) for schedule in SCHEDULES]
+"""the default alone in `make test`, where a case takes seconds; all in `make test-slow`"""

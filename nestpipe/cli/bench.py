@@ -12,6 +12,7 @@ from nestpipe.bench import attention as attention_bench
 from nestpipe.bench import cluster as cluster_bench
 from nestpipe.bench import consistency as consistency_bench
 from nestpipe.bench import consistency_figures
+from nestpipe.bench import h200 as h200_bench
 from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
@@ -161,3 +162,20 @@ def _drawing(plot: Path, result: Path) -> Draw:
             raise typer.BadParameter(str(error)) from None
 
     return draw
+
+
+@app.command()
+def h200(
+    path: Json,
+    part: Annotated[str, typer.Option("--part", help="one-rank or stages.")],
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """A large table in host memory, and an accelerator: whole steps against the dense model alone; single stages."""
+    if part not in h200_bench.PARTS:
+        raise typer.BadParameter(f"--part is {part!r}, must be one of {', '.join(h200_bench.PARTS)}")
+    try:
+        records = h200_bench.records(part, quick)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    _run(f"h200-{part}", lambda: records, path, quick, check)

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from nestpipe.distributed import RankError, World
-from nestpipe.pipelining.pipeline import NonFiniteError
+from nestpipe.pipelining.finite import NonFiniteError
 from nestpipe.train.checkpoint import CheckpointError
 from nestpipe.train.config import Config
 from nestpipe.train.config_value import ConfigError
@@ -23,7 +23,8 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
     """Calls it with the resolved config and the world; its result on rank 0, None on the others."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(ranks_here, os.cpu_count() or 1)
-    world = World.from_environment(config.distributed.timeout_seconds)
+    assert config.runtime.device is not None
+    world = World.from_environment(config.distributed.timeout_seconds, config.runtime.device)
     try:
         with world.watch.reporting():
             summary = work(config, world)

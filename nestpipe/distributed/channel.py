@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for
+from nestpipe.device.transfer import download, host_empty
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
 
@@ -16,28 +18,34 @@ from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, de
 class Channel:
     """All ranks use a channel in the same order. In a world of one nothing is sent.
 
+    Collectives are of host memory: what is on a device passes through pinned memory, and the thread waits for the copy.
+
     The main thread never waits inside a collective: there it could neither be interrupted nor give up. It hands the
     collective to the channel's lane. The thread of another lane may block, since somebody waits for it with a watch.
     """
 
-    def __init__(self, name: str, watch: Watch, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, name: str, watch: Watch, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    ) -> None:
         self.name = name
         self.rank = watch.rank
         self.size = watch.size
         self.watch = watch
         self._group = group
         self._lane = Lane(name)
+        self._streams = Streams(device or torch.device("cpu"))
         self._num_agreed = 0
 
     def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
         """Sends parts[r], bytes, to rank r; returns what rank r sent here, receive_bytes[r] bytes of it."""
         if self.size == 1:
             return parts
-        send = torch.cat(parts)
-        received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
+        device = parts[0].device
+        send = download(torch.cat(parts))
+        received = host_empty((sum(receive_bytes),), torch.uint8, device)
         send_bytes = [part.numel() for part in parts]
         self._run(lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=self._group))
-        return list(received.split(receive_bytes))
+        return list(received.to(device, non_blocking=True).split(receive_bytes))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
@@ -55,15 +63,28 @@ class Channel:
     def all_reduce_sum(self, values: Tensor) -> None:
         """In place."""
         if self.size > 1:
-            self._run(lambda: dist.all_reduce(values, group=self._group))
+            here = download(values)
+            self._run(lambda: dist.all_reduce(here, group=self._group))
+            if here is not values:
+                values.copy_(here, non_blocking=True)
 
-    def begin_sum(self, parts: list[Tensor]) -> Future[Tensor]:
-        """Begins to add up, over ranks, these parts put behind each other; the caller waits with the watch."""
+    def begin_sum(self, parts: list[Tensor]) -> Future[tuple[Tensor, Mark]]:
+        """Begins to add up, over ranks, these parts put behind each other; the caller waits with the watch. The sum is
+        there, in memory of another stream, from the mark on."""
+        device = parts[0].device
+        if self.size == 1:
+            done: Future[tuple[Tensor, Mark]] = Future()
+            done.set_result((torch.cat([part.flatten() for part in parts]), None))
+            return done
+        moment = mark(device)
 
-        def add_up() -> Tensor:
-            values = torch.cat([part.flatten() for part in parts])
-            self.all_reduce_sum(values)
-            return values
+        def add_up() -> tuple[Tensor, Mark]:
+            with self._streams.of(self.name):
+                wait_for(moment)
+                use_here(*parts)
+                values = download(torch.cat([part.flatten() for part in parts]))
+                self.all_reduce_sum(values)
+                return values.to(device, non_blocking=True), mark(device)
 
         return self._lane.submit(add_up)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from nestpipe.device.streams import device_of_rank, full_device
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.watch import Watch
 
@@ -30,10 +31,12 @@ class Reduction(Protocol):
 class World:
     """One process among `size`. `World()` is a world of one, without a process group."""
 
-    def __init__(self, rank: int = 0, size: int = 1, timeout_seconds: float = 25.0) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, timeout_seconds: float = 25.0, device: torch.device | str = "cpu"
+    ) -> None:
         self.rank = rank
         self.size = size
-        self.device = torch.device("cpu")
+        self.device = full_device(device)
         """of the model and of the rows in training"""
         store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
         self.watch = Watch(rank, size, store, timeout_seconds)
@@ -46,14 +49,15 @@ class World:
         self._reductions: list[ReferenceType[Reduction]] = []
 
     @staticmethod
-    def from_environment(timeout_seconds: float = 25.0) -> "World":
+    def from_environment(timeout_seconds: float = 25.0, device: torch.device | str = "cpu") -> "World":
         """The ranks that torchrun, or whoever set its variables, has started; a world of one if nobody has."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
+        device = device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))))
         if size == 1:
-            return World()
+            return World(device=device)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
-        return World(dist.get_rank(), dist.get_world_size(), timeout_seconds)
+        return World(dist.get_rank(), dist.get_world_size(), timeout_seconds, device)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -83,4 +87,4 @@ class World:
     def _channel(self, name: str) -> Channel:
         # The watch decides how long to wait, by the main thread's clock; gloo's own limit must not come first.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
-        return Channel(name, self.watch, group)
+        return Channel(name, self.watch, group, self.device)

@@ -3,17 +3,27 @@
 Consecutive batches have a buffer each, the active one in training and the prefetch buffer of the next. The records of
 keys that are in both, the overlap, are copied from one to the other on the device: they are neither retrieved from the
 host store for the next batch nor written back after this one.
+
+A buffer on a device has a mirror, pinned host memory of the same shape: records come and go through it by direct
+copies, a stretch of slots at a time, while the host store is busy with the next stretch. They go straight to their
+slots; what lies between them in a stretch is copied too, and is the overlap's, which is filled in later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nestpipe.device.streams import has_streams, mark
+from nestpipe.device.transfer import host_empty, upload
 from nestpipe.embedding.route import OwnedTable, Route
+from nestpipe.embedding.rows import copy_rows
 from nestpipe.embedding.table import Table
-from nestpipe.store import HostStore, copy_records, unique
+from nestpipe.store import HostStore, unique
+
+STRETCH_BYTES = 64 << 20
+"""of records that travel to or from a device at a time: enough for all threads of the host store to share in"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,8 @@ class Overlap:
     """slots in the buffer of the batch before"""
     here: Tensor
     """slots of the same keys in this one's"""
+    on_device: tuple[Tensor, Tensor]
+    """both, where the buffers are"""
 
 
 @dataclass
@@ -35,6 +47,8 @@ class Buffer:
     records: Tensor
     found: Tensor
     """[n] whether the key has been trained before"""
+    mirror: Tensor | None = None
+    """host memory of the same shape, for a buffer on a device"""
     seen: Tensor | None = None
     """rows that the model is shown instead of those in `records`; for experiments with stale rows"""
 
@@ -53,29 +67,39 @@ class Buffer:
 
 
 class BufferMemory:
-    """Memory for the buffers of one batch, used again for the batch after the next: new memory costs page faults."""
+    """Memory for the buffers of one batch, used again for the batch after the next: new memory costs page faults, and
+    pinned memory more."""
 
-    def __init__(self) -> None:
-        self._of_tables: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self._of_tables: dict[str, tuple[Tensor, Tensor | None]] = {}
 
-    def records(self, table: Table, num_rows: int, num_columns: int) -> Tensor:
-        memory = self._of_tables.get(table.name)
-        if memory is None or len(memory) < num_rows:
-            memory = torch.empty(num_rows + num_rows // 4, num_columns, dtype=table.dtype)
-            self._of_tables[table.name] = memory
-        return memory[:num_rows]
+    def buffer(self, table: Table, keys: Tensor, num_columns: int) -> Buffer:
+        """Of records that are anything yet."""
+        records, mirror = self._of_tables.get(table.name, (None, None))
+        if records is None or len(records) < len(keys):
+            shape = (len(keys) + len(keys) // 4, num_columns)
+            records = torch.empty(shape, dtype=table.dtype, device=self.device)
+            mirror = host_empty(shape, table.dtype, self.device) if has_streams(self.device) else None
+            self._of_tables[table.name] = (records, mirror)
+        slots, found = slice(len(keys)), torch.ones(len(keys), dtype=torch.bool)
+        return Buffer(table, keys, records[slots], found, None if mirror is None else mirror[slots])
 
 
-def find_overlap(before: Sequence[OwnedTable], here: Sequence[OwnedTable]) -> list[Overlap]:
+def find_overlap(
+    before: Sequence[OwnedTable], here: Sequence[OwnedTable], device: torch.device | None = None
+) -> list[Overlap]:
     """Of each table."""
-    return [_find_overlap(one.keys, other.keys) for one, other in zip(before, here, strict=True)]
+    found = [_find_overlap(one.keys, other.keys) for one, other in zip(before, here, strict=True)]
+    there = upload((slots for pair in found for slots in pair), device or torch.device("cpu"))
+    return [Overlap(before, here, (there(before), there(here))) for before, here in found]
 
 
-def _find_overlap(before: Tensor, here: Tensor) -> Overlap:
+def _find_overlap(before: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
     # The keys of a batch are distinct, and `unique` numbers keys as they come: the first ones keep their slots.
     numbers = unique(torch.cat([before, here]))[1][len(before) :]
     slots = (numbers < len(before)).nonzero().flatten()
-    return Overlap(numbers[slots], slots)
+    return numbers[slots], slots
 
 
 def retrieve_rows(
@@ -91,20 +115,40 @@ def retrieve_rows(
 
 
 def _retrieve(owned: OwnedTable, store: HostStore, memory: BufferMemory, overlap: Overlap | None) -> Buffer:
-    name = owned.table.name
-    records = memory.records(owned.table, len(owned.keys), store.spec(name).num_columns)
-    if overlap is None or len(overlap.here) == 0:
-        return Buffer(owned.table, owned.keys, *store.gather(name, owned.keys, out=records)[:2])
-    rest = _all_but(overlap.here, len(owned.keys))
-    found = torch.ones(len(owned.keys), dtype=torch.bool)
-    found[rest] = store.gather_into(name, owned.keys[rest], records, rest)
-    return Buffer(owned.table, owned.keys, records, found)
+    buffer = memory.buffer(owned.table, owned.keys, store.spec(owned.table.name).num_columns)
+    rest = None if overlap is None or len(overlap.here) == 0 else _all_but(overlap.here, len(owned.keys))
+    if buffer.mirror is None:
+        _gather(buffer, store, buffer.records, rest)
+        return buffer
+    for stretch, slots in _stretches(buffer, rest):
+        _gather(buffer, store, buffer.mirror, slots)
+        buffer.records[stretch].copy_(buffer.mirror[stretch], non_blocking=True)
+    return buffer
+
+
+def _gather(buffer: Buffer, store: HostStore, records: Tensor, slots: Tensor | None) -> None:
+    """From the store to these slots of host memory; None: all."""
+    name, keys = buffer.table.name, buffer.keys
+    if slots is None:
+        buffer.found = store.gather(name, keys, out=records).found
+    else:
+        buffer.found[slots] = store.gather_into(name, keys[slots], records, slots)
+
+
+def _stretches(buffer: Buffer, slots: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Slots, ascending (None: all), a stretch at a time: from the first to the last of them, and which they are."""
+    record_bytes = buffer.records.shape[1] * buffer.records.itemsize
+    num_slots = max(1, STRETCH_BYTES // record_bytes)
+    chosen = torch.arange(len(buffer.keys)) if slots is None else slots
+    for part in chosen.split(num_slots):
+        if len(part) > 0:
+            yield slice(int(part[0]), int(part[-1]) + 1), part
 
 
 def sync_overlap(before: Sequence[Buffer], here: Sequence[Buffer], overlap: Sequence[Overlap]) -> None:
     """Record for record, row and row state, from the active buffer to the prefetch buffer."""
     for source, target, shared in zip(before, here, overlap, strict=True):
-        copy_records(source.records, shared.before, target.records, shared.here)
+        copy_rows(source.records, shared.on_device[0], target.records, shared.on_device[1])
 
 
 def room_error(buffers: Sequence[Buffer], before: Sequence[Buffer], store: HostStore) -> ValueError | None:
@@ -123,11 +167,13 @@ def room_error(buffers: Sequence[Buffer], before: Sequence[Buffer], store: HostS
     return None
 
 
-def update_rows(buffers: Sequence[Buffer], gradients: Sequence[Tensor | None], step: int) -> None:
+def update_rows(
+    buffers: Sequence[Buffer], gradients: Sequence[Tensor | None], step: int, is_masked: Tensor | None = None
+) -> None:
     """The row optimizer, once for each owned key, even where the gradient is zero. `step` counts from 1."""
     for buffer, gradient in zip(buffers, gradients, strict=True):
         if gradient is not None:
-            buffer.table.optimizer.apply(buffer.rows, buffer.state, gradient, step)
+            buffer.table.optimizer.apply(buffer.rows, buffer.state, gradient, step, is_masked)
 
 
 def write_back(
@@ -135,12 +181,26 @@ def write_back(
 ) -> None:
     """Buffer to host store, all slots of a table or those named; a key exists from here on."""
     for buffer, chosen in zip(buffers, slots or [None] * len(buffers), strict=True):
+        name = buffer.table.name
         if buffer.table.frozen:
             continue
-        if chosen is None:
-            store.scatter(buffer.table.name, buffer.keys, buffer.records, step)
+        if buffer.mirror is not None:
+            _write_back_from_device(buffer, buffer.mirror, store, step, chosen)
+        elif chosen is None:
+            store.scatter(name, buffer.keys, buffer.records, step)
         else:
-            store.scatter_from(buffer.table.name, buffer.keys[chosen], buffer.records, chosen, step)
+            store.scatter_from(name, buffer.keys[chosen], buffer.records, chosen, step)
+
+
+def _write_back_from_device(buffer: Buffer, mirror: Tensor, store: HostStore, step: int, chosen: Tensor | None) -> None:
+    on_the_way = []
+    for stretch, slots in _stretches(buffer, chosen):
+        mirror[stretch].copy_(buffer.records[stretch], non_blocking=True)
+        on_the_way.append((mark(buffer.records.device), slots))
+    for moment, slots in on_the_way:
+        if moment is not None:
+            moment.synchronize()
+        store.scatter_from(buffer.table.name, buffer.keys[slots], mirror, slots, step)
 
 
 def leaving(buffers: Sequence[Buffer], overlap_with_next: Sequence[Overlap]) -> list[Tensor]:

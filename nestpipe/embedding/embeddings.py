@@ -1,15 +1,18 @@
 """What the dense model receives: rows placed at the occurrences of keys."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from nestpipe.device.streams import has_streams
+from nestpipe.device.transfer import uploaded
 from nestpipe.embedding.pooling import Occurrences, pool
-from nestpipe.embedding.request import Placed
+from nestpipe.embedding.request import Placed, Request
 from nestpipe.embedding.table import Feature, Pooled
+from nestpipe.kernels.pooling import DeviceOccurrences, make_occurrences
 
 
 @dataclass(frozen=True)
@@ -22,24 +25,34 @@ class SequenceEmbedding:
     """[n] row of each key; m where the key is padding, which gets zeros"""
     offsets: Tensor
     """[num_samples + 1]"""
+    host_offsets: Tensor
+    """the same, in host memory"""
+    occurrences: Occurrences | DeviceOccurrences
+    """the same as kernels need it"""
 
     @cached_property
     def values(self) -> Tensor:
         """[n, dim]"""
-        return pool([Occurrences(self.index)], [self.rows])
+        return pool([self.occurrences], [self.rows])
 
     @property
     def lengths(self) -> Tensor:
         return self.offsets.diff()
 
+    @cached_property
+    def host_lengths(self) -> list[int]:
+        """The same, without waiting for a device."""
+        lengths: list[int] = self.host_offsets.diff().tolist()
+        return lengths
+
     def padded(self, length: int) -> Tensor:
         """[num_samples, length, dim]: the first `length` rows of each sample, zeros behind them."""
         places = torch.arange(length, device=self.index.device)
         inside = places < self.lengths[:, None]
-        where = torch.where(inside, self.offsets[:-1, None] + places, 0)
-        padding = len(self.rows)
-        index = torch.where(inside, self.index[where], padding) if len(self.index) else torch.full_like(where, padding)
-        return pool([Occurrences(index.flatten())], [self.rows]).view(*index.shape, -1)
+        where = torch.where(inside, self.offsets[:-1, None] + places, len(self.index))
+        # Each value has one place, the zeros many: what is added up for them in backward is nobody's.
+        values = torch.cat([self.values, self.values.new_zeros(1, self.values.shape[1])])
+        return values.index_select(0, where.flatten()).view(*where.shape, -1)
 
 
 class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
@@ -72,7 +85,9 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _value(self, feature: Feature, name: str) -> "SequenceEmbedding | Tensor":
         if isinstance(feature, Pooled):
             return self.side_by_side([name])
-        return SequenceEmbedding(self._leaf(name), self._placed[name].index, self._placed[name].offsets)
+        placed = self._placed[name]
+        occurrences = placed.occurrences or Occurrences(placed.index)
+        return SequenceEmbedding(self._leaf(name), placed.index, placed.offsets, placed.host_offsets, occurrences)
 
     def _feature(self, name: str) -> Feature:
         if name not in self._features:
@@ -82,21 +97,46 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _leaf(self, name: str) -> Tensor:
         return self._leaves[self._feature(name).table.name]
 
-    def _occurrences(self, name: str) -> Occurrences:
-        feature, placed, leaf = self._feature(name), self._placed[name], self._leaf(name)
+    def _occurrences(self, name: str) -> Occurrences | DeviceOccurrences:
+        feature, placed = self._feature(name), self._placed[name]
         if not isinstance(feature, Pooled):
             raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
-        weights = None if placed.weights is None else placed.weights.to(leaf.dtype)
-        if feature.mode == "mean":
-            weights = _mean_weights(placed, weights, leaf)
-        return Occurrences(placed.index, placed.offsets, weights)
+        if placed.occurrences is not None:
+            return placed.occurrences
+        return Occurrences(placed.index, placed.offsets, weights_of(feature, placed, len(self._leaf(name))))
 
 
-def _mean_weights(placed: Placed, weights: Tensor | None, leaf: Tensor) -> Tensor:
-    """Weights whose sum is 1 in each sample; padding has none."""
-    present = (placed.index < len(leaf)).to(leaf.dtype)
+def weights_of(feature: Pooled, placed: Placed, num_rows: int) -> Tensor | None:
+    """What each row of a sample is multiplied by, in host memory. Those of a mean add up to 1; padding has none."""
+    dtype = feature.table.dtype
+    weights = None if placed.weights is None else placed.weights.to(dtype)
+    if feature.mode != "mean":
+        return weights
+    present = (placed.index < num_rows).to(dtype)
     counted = present if weights is None else present * weights
     lengths = placed.offsets.diff()
     samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    total = torch.zeros(len(lengths), dtype=leaf.dtype).index_add_(0, samples, counted)
+    total = torch.zeros(len(lengths), dtype=dtype).index_add_(0, samples, counted)
     return counted / torch.where(total == 0, 1.0, total)[samples]
+
+
+def on_device(features: Mapping[str, Feature], request: Request, device: torch.device) -> Request:
+    """With what the model is given, and where its rows lie, on the device. Keys stay in host memory."""
+    return uploaded(_with_occurrences(features, request), device) if has_streams(device) else request
+
+
+def _with_occurrences(features: Mapping[str, Feature], request: Request) -> Request:
+    """With what kernels need to know of the occurrences, made in host memory."""
+    leaves = {table.table.name: table.leaves for table in request.tables}
+    placed: list[dict[str, Placed]] = []
+    for i, of_features in enumerate(request.placed):
+        placed.append({})
+        for name, of in of_features.items():
+            feature = features[name]
+            num_rows, is_trained = len(leaves[feature.table.name][i]), not feature.table.frozen
+            if isinstance(feature, Pooled):
+                made = make_occurrences(of.index, of.offsets, weights_of(feature, of, num_rows), num_rows, is_trained)
+            else:
+                made = make_occurrences(of.index, None, None, num_rows, is_trained)
+            placed[i][name] = replace(of, occurrences=made)
+    return replace(request, placed=placed)

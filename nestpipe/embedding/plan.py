@@ -1,13 +1,16 @@
 """Which keys of a batch travel with which of its micro-batches. Requester and owner plan alike, from the keys' uses."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.embedding.route import Route
+from nestpipe.device.transfer import uploaded
+from nestpipe.embedding.request import TableRequest
+from nestpipe.embedding.route import OwnedTable, Route
 
 WINDOWS = ("once", "resend")
 
@@ -38,26 +41,67 @@ class Plan:
         none = torch.empty(0, dtype=torch.int64)
         return Plan(bring, [none] * num_micro_batches if frozen else take)
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
+        bring, take = ([None if p is None else function(p) for p in places] for places in (self.bring, self.take))
+        return Plan(bring, take)
+
 
 @dataclass(frozen=True)
 class TablePlans:
     requester: Plan
+    bring_counts: list[list[int]]
+    """for each micro-batch, how many rows each owner sends"""
+    take_counts: list[list[int]]
+    """for each micro-batch, how many gradients each owner is sent"""
     owner: list[Plan]
     """for each requester"""
+    slots: list[Tensor]
+    """for each requester, the slot of each of its keys"""
+
+    @staticmethod
+    def of(request: TableRequest, owned: OwnedTable, window: str) -> "TablePlans":
+        requester = Plan.of(request.uses, window, request.table.frozen)
+        owner = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
+        bring_counts, take_counts = (
+            [_counts(request, places) for places in of_all] for of_all in (requester.bring, requester.take)
+        )
+        return TablePlans(requester, bring_counts, take_counts, owner, owned.slots)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TablePlans":
+        return replace(
+            self,
+            requester=self.requester.map(function),
+            owner=[plan.map(function) for plan in self.owner],
+            slots=[function(slots) for slots in self.slots],
+        )
 
 
 @dataclass(frozen=True)
 class Plans:
     window: str
     tables: list[TablePlans]
+    """empty in a world of one"""
 
     @staticmethod
     def of(route: Route, window: str) -> "Plans":
-        tables = []
-        for request, owned in zip(route.request.tables, route.owned, strict=True):
-            owner = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
-            tables.append(TablePlans(Plan.of(request.uses, window, request.table.frozen), owner))
-        return Plans(window, tables)
+        if len(route.owned) > 0 and len(route.owned[0].slots) == 1:
+            return Plans(window, [])  # in a world of one nothing travels
+        pairs = zip(route.request.tables, route.owned, strict=True)
+        return Plans(window, [TablePlans.of(request, owned, window) for request, owned in pairs])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Plans":
+        return Plans(self.window, [table.map(function) for table in self.tables])
+
+    def to(self, device: torch.device) -> "Plans":
+        return uploaded(self, device)
+
+
+def _counts(request: TableRequest, positions: Places) -> list[int]:
+    """How many of these positions each owner has."""
+    if positions is None:
+        return request.counts
+    ends = torch.searchsorted(positions, torch.tensor(request.counts).cumsum(0))
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
 def _where(mask: Tensor) -> Tensor:

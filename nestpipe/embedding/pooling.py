@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.memory import recycled
+from nestpipe.kernels.pooling import DeviceOccurrences
+from nestpipe.kernels.pooling import pool as pool_on_device
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native import NativeOccurrences, call, pointer
 
@@ -47,8 +49,14 @@ class Occurrences:
         )
 
 
-def pool(features: Sequence[Occurrences], leaves: Sequence[Tensor]) -> Tensor:
-    """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side."""
+def pool(features: Sequence[Occurrences | DeviceOccurrences], leaves: Sequence[Tensor]) -> Tensor:
+    """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side.
+
+    Of leaves on a device they must be DeviceOccurrences, and on the device.
+    """
+    on_device = [of for of in features if isinstance(of, DeviceOccurrences)]
+    if on_device:
+        return pool_on_device(on_device, leaves)
     if len({leaf.dtype for leaf in leaves}) != 1:
         raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
     pooled: Tensor = _Pool.apply(features, *leaves)  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ a key in this list is its position; all that follows speaks of positions.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.cluster import GIVEN_ORDER, Clustering, in_order
 from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.kernels.pooling import DeviceOccurrences
 from nestpipe.store import group_by_owner, unique
 
 MOST_LOSSES = 8
@@ -27,10 +28,16 @@ class Placed:
     """[n] row of the micro-batch's leaf for each key; one beyond the last row where the key is padding."""
     offsets: Tensor
     weights: Tensor | None
+    host_offsets: Tensor
+    """the same offsets, in host memory"""
+    occurrences: DeviceOccurrences | None = None
+    """the same once more, as kernels of a device need it"""
 
-    def to(self, device: torch.device) -> "Placed":
-        weights = None if self.weights is None else self.weights.to(device)
-        return Placed(self.index.to(device), self.offsets.to(device), weights)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Placed":
+        """All that goes to the device."""
+        weights = None if self.weights is None else function(self.weights)
+        occurrences = None if self.occurrences is None else self.occurrences.map(function)
+        return Placed(function(self.index), function(self.offsets), weights, self.host_offsets, occurrences)
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,14 @@ class Request:
     has_batch: bool
     """False: this rank is out of data, and takes part with nothing"""
 
-    def to(self, device: torch.device) -> "Request":
-        """What the model is given, on the device."""
-        placed = [{name: p.to(device) for name, p in of_features.items()} for of_features in self.placed]
-        inputs: list[Mapping[str, Tensor]] = [{n: value.to(device) for n, value in of.items()} for of in self.inputs]
-        return replace(self, placed=placed, inputs=inputs)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Request":
+        """All that goes to the device."""
+        return replace(
+            self,
+            tables=[replace(table, leaves=[function(leaf) for leaf in table.leaves]) for table in self.tables],
+            placed=[{name: placed.map(function) for name, placed in of.items()} for of in self.placed],
+            inputs=[{name: function(value) for name, value in of.items()} for of in self.inputs],
+        )
 
 
 def make_request(
@@ -212,7 +222,7 @@ class _Split:
             of = of_parts[part]
             index = row_of[of.values] if row_of is not None else torch.where(of.values < 0, num_rows, of.values)
             weights = None if of.weights is None else of.weights.contiguous()
-            placed[name] = Placed(index, of.offsets, weights)
+            placed[name] = Placed(index, of.offsets, weights, of.offsets)
         return placed
 
     def _used_by(self, num_parts: int) -> Tensor:

@@ -10,6 +10,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from nestpipe.kernels import updates
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native import NativeRowUpdate, call, pointer
 
@@ -35,15 +36,34 @@ class RowOptimizer:
         """Changes rows [n, dim] and state [n, state_width(dim)] in place. `step` counts from 1."""
         raise NotImplementedError(f"{type(self).__name__} must define update")
 
-    def apply(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int) -> None:
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        """The same where rows are in device memory; nothing changes where `is_masked`, one bool there, is true."""
+        before = rows.clone(), state.clone()
+        self.update(rows, state, gradient, step, lr)
+        for array, old in zip((rows, state), before, strict=True):
+            array.copy_(torch.where(is_masked, old, array))
+
+    def apply(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, is_masked: Tensor | None = None) -> None:
+        """`is_masked`, of rows in device memory: whether the step does not count, which only the device knows."""
         if self.weight_decay != 0.0:
             gradient = gradient + self.weight_decay * rows
-        self.update(rows, state, gradient, step, self.lr(step) if callable(self.lr) else self.lr)
+        lr = self.lr(step) if callable(self.lr) else self.lr
+        if is_masked is None:
+            self.update(rows, state, gradient, step, lr)
+        else:
+            self.update_on_device(rows, state, gradient, step, lr, is_masked)
 
 
 class SGD(RowOptimizer):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         rows.sub_(gradient, alpha=lr)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.sgd(rows, state, gradient, lr, is_masked)
 
 
 class Adagrad(RowOptimizer):
@@ -65,6 +85,11 @@ class Adagrad(RowOptimizer):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         _in_one_pass("adagrad", rows, state, gradient, lr, self.eps)
 
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.adagrad(rows, state, gradient, lr, self.eps, is_masked)
+
 
 class RowwiseAdagrad(Adagrad):
     """A sum of mean squared gradients for each row: one column of state, whatever the dimension."""
@@ -75,6 +100,11 @@ class RowwiseAdagrad(Adagrad):
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         state.add_(gradient.square().mean(1, keepdim=True))
         rows.addcdiv_(gradient, state.sqrt().add_(self.eps), value=-lr)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.rowwise_adagrad(rows, state, gradient, lr, self.eps, is_masked)
 
 
 class Adam(RowOptimizer):
@@ -95,9 +125,16 @@ class Adam(RowOptimizer):
         return 2 * dim
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        _in_one_pass("adam", rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.adam(rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps, is_masked)
+
+    def _step_size(self, step: int, lr: float) -> float:
         beta1, beta2 = self.betas
-        step_size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        _in_one_pass("adam", rows, state, gradient, beta1, beta2, step_size, self.eps)
+        return float(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
 
 
 def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:

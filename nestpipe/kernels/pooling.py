@@ -4,7 +4,7 @@ As nestpipe/embedding/pooling.py does in host memory. There a backward goes thro
 where many programs work at once, it goes through the rows, whose occurrences come with the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,13 @@ class DeviceOccurrences:
     weights: Tensor | None = None
     """[n] of the rows' dtype, in the order of `samples`"""
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "DeviceOccurrences":
+        rows = None if self.rows is None else self.rows.map(function)
+        weights = None if self.weights is None else function(self.weights)
+        return DeviceOccurrences(self.samples.map(function), rows, weights)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DeviceOccurrences":
-        rows = None if self.rows is None else self.rows.to(device, non_blocking)
-        weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
-        return DeviceOccurrences(self.samples.to(device, non_blocking), rows, weights)
+        return self.map(lambda array: array.to(device, non_blocking=non_blocking))
 
 
 def make_occurrences(

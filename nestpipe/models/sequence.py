@@ -34,6 +34,9 @@ class RowSequence(Protocol):
     def offsets(self) -> Tensor: ...
     @property
     def values(self) -> Tensor: ...
+    @property
+    def host_lengths(self) -> list[int]:
+        """of the samples; without waiting for a device"""
 
 
 class NextItemModel(nn.Module):
@@ -102,7 +105,7 @@ class NextItemModel(nn.Module):
                 f"times must have max_length + 1 = {self.max_length + 1} columns, got {list(times.shape)}; "
                 "cut or fill up the data to the max_length of the model"
             )
-        return Sequences(history.offsets, times)
+        return Sequences(history.offsets, times, history.host_lengths)
 
     def _feature(self, embeddings: Mapping[str, RowSequence], name: str) -> RowSequence:
         feature = embeddings[name]

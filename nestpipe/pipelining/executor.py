@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 
+import torch
+
+from nestpipe.device.streams import Mark, Streams, mark, wait_for
 from nestpipe.distributed import Lane
 from nestpipe.distributed.watch import Watch
 from nestpipe.pipelining.schedule import COMPUTE, Name, Op
@@ -26,16 +29,28 @@ class Executor:
 
     Operations of other lanes are handed over where they stand in the list. So how far those lanes run ahead is bounded
     by the list, and is the same on every rank. A lane of which an operation failed does no later one: they count on it.
+
+    On an accelerator each lane has a stream. There an operation is done when all of it is enqueued; its result is a
+    mark, and the stream of an operation that waits for it goes on from there.
     """
 
-    def __init__(self, operations: Iterator[Op], actions: Mapping[str, Action], trace: Trace, watch: Watch) -> None:
+    def __init__(
+        self,
+        operations: Iterator[Op],
+        actions: Mapping[str, Action],
+        trace: Trace,
+        watch: Watch,
+        device: torch.device,
+    ) -> None:
         self._operations = operations
         self._actions = actions
         self._trace = trace
         self._watch = watch
         self._head = next(operations)
         self._lanes: dict[str, Lane] = {}
-        self._pending: dict[Name, Future[None]] = {}
+        self._device = device
+        self._streams = Streams(device)
+        self._pending: dict[Name, Future[Mark]] = {}
         self._failed: dict[str, BaseException] = {}
         self._is_abandoned = False
 
@@ -59,10 +74,10 @@ class Executor:
         """Until what the operation waits for is done; the time counts for the stage that is late."""
         for name in op.waits_for:
             pending = self._pending.get(name)
-            if pending is None or (pending.done() and pending.exception() is None):
+            if pending is None or (pending.done() and not pending.exception() and pending.result() is None):
                 continue
-            with self._trace.span(name[0]):
-                self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)  # raises what it raised
+            with self._trace.span(name[0]):  # on a device its stream may have to wait, even if this thread has not
+                wait_for(self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE))  # raises what it raised
         self._forget_done(op.batch)
 
     def drain(self) -> None:
@@ -101,9 +116,10 @@ class Executor:
                 self._lanes[op.lane] = Lane(op.lane)
             # What is not pending was done on the compute lane, by this thread, before it came here.
             before = [self._pending[name] for name in op.waits_for if name in self._pending]
-            self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before))
+            here = mark(self._device) if len(before) < len(op.waits_for) else None
+            self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before, here))
 
-    def _run(self, op: Op, before: list[Future[None]]) -> None:
+    def _run(self, op: Op, before: list[Future[Mark]], compute: Mark) -> Mark:
         """In the lane's thread."""
         try:
             if op.lane in self._failed:
@@ -113,10 +129,12 @@ class Executor:
                     pass
             if self._is_abandoned:
                 raise AbandonedError(f"{op.stage} of batch {op.batch} was given up")
-            for pending in before:
-                pending.result()
-            with self._trace.lane_span(op):
-                self._actions[op.stage](op)
+            with self._streams.of(op.lane):
+                for moment in (compute, *(pending.result() for pending in before)):
+                    wait_for(moment)
+                with self._trace.lane_span(op):
+                    self._actions[op.stage](op)
+                return mark(self._device)
         except BaseException as error:
             self._failed.setdefault(op.lane, error)
             raise

@@ -13,12 +13,14 @@ from torch import Tensor
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
+from nestpipe.device.streams import has_streams
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.pipelining.executor import Action, Executor
+from nestpipe.pipelining.finite import LATE_STEPS, are_finite, found_late, squared_norm
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.trace import Trace
@@ -36,10 +38,6 @@ class MicroBatch:
     num_samples: int
     is_last: bool
     """the last of this rank's step"""
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient was not finite; nothing of that step was applied."""
 
 
 class Step:
@@ -102,7 +100,13 @@ class Step:
             leaf.grad = None
             self._handed_over.append(weakref.ref(leaf))
 
-    def update_rows(self, gradient_scale: float = 1.0) -> None:
+    def judge(self, loss: Tensor, is_unsound: Tensor) -> None:
+        """On a device, where nobody waits for it: the loss of the step, and whether anything in it is not finite. From
+        the first such step on, no step changes a row; the pipeline raises NonFiniteError two steps later."""
+        self._pipeline.is_masked = self._pipeline.is_masked | is_unsound
+        self._flight.report = torch.stack([loss.double(), self._pipeline.is_masked.double()])
+
+    def update_rows(self, gradient_scale: float | Tensor = 1.0) -> None:
         """Row optimizer, overlap sync, write-back. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
@@ -112,10 +116,11 @@ class Step:
         self._pipeline.executor.play_until("update")
         with self.trace.span("update"):
             gradients = self._gradients
-            if gradient_scale != 1.0:
+            if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
                 gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
             self._flight.is_torn = True
-            update_rows(self.buffers, gradients, self.number + 1)
+            is_masked = self._pipeline.is_masked if has_streams(self._pipeline.world.device) else None
+            update_rows(self.buffers, gradients, self.number + 1, is_masked)
             self._flight.step = self.number
             self._flight.is_torn = False
         self.is_applied = True
@@ -147,9 +152,13 @@ class Step:
         """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
         return all(are_finite(gradient) for gradient in self._gradients if gradient is not None)
 
-    def squared_gradient_norm(self) -> float:
+    def gradients(self) -> list[Tensor]:
+        """Of the rows this rank owns and trains, by table, over the global batch. Call it after the last one."""
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def squared_gradient_norm(self) -> Tensor:
         """Of the rows this rank owns, over the global batch."""
-        return sum(float(gradient.double().square().sum()) for gradient in self._gradients if gradient is not None)
+        return squared_norm(self.gradients(), self._pipeline.world.device)
 
     @cached_property
     def _gradients(self) -> list[Tensor | None]:
@@ -211,11 +220,15 @@ class Pipeline:
         """holds the rows; give it to the next pipeline to go on with them"""
         self.world = world or World()
         self.seed = seed
-        self.trace = trace or Trace()
+        self.trace = trace or Trace(device=self.world.device)
         self.num_skipped = 0
         """batches of weight 0, which are no step"""
         self.num_applied = 0
         """steps"""
+        self.is_masked = torch.zeros((), dtype=torch.bool, device=self.world.device)
+        """of a device: whether a step had a loss or gradient that is not finite; then it and later ones do not count"""
+        self.losses: list[float] = []
+        """of a device: of the steps that the host has heard of, in order"""
         self.is_torn = False
         """whether an update of rows failed halfway: this rank's rows are of no step, go on from a checkpoint"""
         self.untrained: list[Batch | Exception] = []
@@ -248,7 +261,8 @@ class Pipeline:
             "write_back": self.stages.write_back,
             **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
-        self.executor = Executor(operations(schedule, num_micro_batches, steps), actions, self.trace, self.world.watch)
+        listed = operations(schedule, num_micro_batches, steps)
+        self.executor = Executor(listed, actions, self.trace, self.world.watch, self.world.device)
         self._number = first_step
         self._step: Step | None = None
         self._is_stopped = False
@@ -280,11 +294,13 @@ class Pipeline:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_batch(self._number)
             flight = self._next_flight()
+            self._hear(self._number - LATE_STEPS)
             if flight.error is not None:
                 flight.is_raised = True
                 raise self.world.watch.explained(flight.error, "route")
             if flight.is_end:
                 self._end()
+                self._hear(self._number)
                 return
             if not flight.is_step:
                 self.num_skipped += 1
@@ -295,6 +311,7 @@ class Pipeline:
             self.end_step()
             if self._is_stopped:
                 self._end()
+                self._hear(self._number)
                 return
 
     def end_step(self) -> None:
@@ -319,6 +336,16 @@ class Pipeline:
         self.executor.drain()
         self.stages.flush()
 
+    def _hear(self, last: int) -> None:
+        """What the device has found out about the steps up to this one; by now they have been written back."""
+        heard = self.stages.heard
+        for number in sorted(number for number in heard if number <= last):
+            loss, is_masked = heard.pop(number)
+            if is_masked:
+                self.num_applied -= self._number - number
+                raise self.world.watch.agreed(found_late(number))
+            self.losses.append(loss)
+
     def _next_flight(self) -> Flight:
         op = self.executor.play_until("begin")
         self.executor.play_through("begin")
@@ -341,6 +368,7 @@ class Pipeline:
             if not self.is_torn:
                 self.stages.flush()
             self.executor.close()
+            self.trace.settle()
             self.untrained = self.stages.untrained()
 
     def _leave_step(self) -> None:
@@ -348,11 +376,6 @@ class Pipeline:
         if self._step is not None and not self._step.is_applied:
             self.executor.play_until("update")
             self.world.leave()
-
-
-def are_finite(values: Tensor) -> bool:
-    """Neither infinite nor not a number, in one pass and without temporaries, unlike isfinite of all of them."""
-    return values.numel() == 0 or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -130,7 +130,7 @@ def _beside_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
     """All rows may come at once: a requester keeps room for them anyway. The first micro-batch's come first."""
     micro_batches = range(num_micro_batches)
     for i in micro_batches:
-        yield Op("bring", "rows", batch, i)
+        yield Op("bring", "rows", batch, i, waits_for=(("begin", batch, -1),))
     for i in micro_batches:
         yield Op("dense", COMPUTE, batch, i, waits_for=(("bring", batch, i),))
         yield Op("take", "gradients", batch, i, waits_for=(("dense", batch, i),))

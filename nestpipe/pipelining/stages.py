@@ -7,6 +7,8 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import Clustering
+from nestpipe.device.streams import finish
+from nestpipe.device.transfer import download
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import (
     Buffer,
@@ -19,11 +21,13 @@ from nestpipe.embedding.buffer import (
     sync_overlap,
     write_back,
 )
+from nestpipe.embedding.embeddings import on_device
+from nestpipe.embedding.local_window import LocalWindow
 from nestpipe.embedding.plan import Plans
 from nestpipe.embedding.request import Request, make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
-from nestpipe.embedding.window import Window
+from nestpipe.embedding.window import Window, open_window
 from nestpipe.pipelining.schedule import Op
 from nestpipe.store import HostStore
 
@@ -43,7 +47,7 @@ class Flight:
     plans: Plans | None = None
     """what travels with which micro-batch"""
     buffers: list[Buffer] = field(default_factory=list)
-    window: Window | None = None
+    window: Window | LocalWindow | None = None
     """while it is in training"""
     gradients: dict[int, Mapping[str, Tensor | None]] = field(default_factory=dict)
     """by micro-batch, from its dense part until they are taken: of its leaves, by table"""
@@ -61,6 +65,10 @@ class Flight:
     """why it must not be applied; found out on one rank"""
     is_refused: bool = False
     """whether its training failed"""
+    report: Tensor | None = None
+    """of a step on a device: its loss, and whether it is masked, which only the device knows yet"""
+    is_masked: bool = False
+    """whether its step, or one before it, had a loss or gradient that is not finite: then it changed no row"""
     step: int = -1
     """number of the step that trained it; -1: not applied"""
     is_written: bool = False
@@ -111,9 +119,11 @@ class Stages:
         self._stale = stale
         self._fault = fault
         self._flights: dict[int, Flight] = {}
-        self._memory = BufferMemory(), BufferMemory()
+        self._memory = BufferMemory(world.device), BufferMemory(world.device)
         self._num_steps_routed = 0
         self._has_ended = False
+        self.heard: dict[int, tuple[float, bool]] = {}
+        """by number of a step on a device that has been written back: its loss, and whether it is masked"""
 
     def flight(self, number: int) -> Flight:
         return self._flights.setdefault(number, Flight(number))
@@ -144,7 +154,7 @@ class Stages:
         flight = self.flight(op.batch)
         if isinstance(flight.request, Request):
             try:
-                flight.request = flight.request.to(self._world.device)
+                flight.request = on_device(self._features, flight.request, self._world.device)
             except Exception as error:
                 flight.request = error
 
@@ -154,7 +164,8 @@ class Stages:
             return  # on every rank: they have seen the same headers
         try:
             flight.route = route_keys(flight.request, self._num_tables, self._world.route)
-            flight.plans = None if flight.route is None else Plans.of(flight.route, self._window)
+            if flight.route is not None:
+                flight.plans = Plans.of(flight.route, self._window).to(self._world.device)
         except Exception as error:
             flight.error = error
         self._has_ended = flight.route is None
@@ -168,7 +179,7 @@ class Stages:
         try:
             if self._keeps_overlap and before.is_step:
                 assert before.route is not None
-                flight.overlap = find_overlap(before.route.owned, flight.route.owned)
+                flight.overlap = find_overlap(before.route.owned, flight.route.owned, self._world.device)
             memory = self._memory[op.batch % 2]
             flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
             flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)
@@ -181,7 +192,8 @@ class Stages:
         if not flight.is_step:
             return
         assert flight.route is not None
-        flight.window = Window(flight.route, flight.buffers, self._world.rows, self._world.gradients, flight.plans)
+        channels = self._world.rows, self._world.gradients
+        flight.window = open_window(flight.route, flight.buffers, *channels, flight.plans)
         if self._stale:
             flight.rows_before = [buffer.rows.clone() for buffer in flight.buffers]
 
@@ -210,21 +222,42 @@ class Stages:
         """What stays on the device for the next batch is not written. Afterwards nobody needs this batch."""
         flight, following = self.flight(op.batch), self.flight(op.batch + 1)
         if flight.step >= 0:
-            stays = following.overlap if following.has_unwritten else None
-            slots = None if stays is None else leaving(flight.buffers, stays)
-            write_back(flight.buffers, self._store, flight.step, slots)
+            self._write_back(flight, following)
         flight.is_written = True
+        finish(self._world.device)  # nothing that was enqueued for the batch before this one is still to be done
         self._flights.pop(op.batch - 1, None)  # the one before: `retrieve` of the next still looks at this one
+
+    def _write_back(self, flight: Flight, following: Flight) -> None:
+        self._hear(flight)
+        if flight.is_masked:  # it has changed nothing; but the batch before may have left rows to it
+            self._write_back_inherited(flight)
+            following.has_unwritten = False
+            return
+        stays = following.overlap if following.has_unwritten else None
+        slots = None if stays is None else leaving(flight.buffers, stays)
+        write_back(flight.buffers, self._store, flight.step, slots)
+
+    def _hear(self, flight: Flight) -> None:
+        """What the device has found out about a step. Waits for it."""
+        if flight.report is not None:
+            loss, is_masked = download(flight.report).tolist()
+            flight.report, flight.is_masked = None, is_masked > 0
+            self.heard[flight.step] = (loss, flight.is_masked)
+
+    def _write_back_inherited(self, flight: Flight) -> None:
+        if flight.has_unwritten and flight.overlap is not None:
+            step = self.flight(flight.number - 1).step
+            write_back(flight.buffers, self._store, step, [shared.here for shared in flight.overlap])
+            flight.has_unwritten = False
 
     def flush(self) -> None:
         """Writes to the host store what only a buffer has. No host operation may be under way."""
         for number in sorted(self._flights):
             flight = self._flights[number]
             if flight.step >= 0 and not flight.is_written:  # interrupted right after its update
-                write_back(flight.buffers, self._store, flight.step)
-            elif flight.has_unwritten and flight.step < 0 and flight.overlap is not None:
-                step = self.flight(number - 1).step
-                write_back(flight.buffers, self._store, step, [shared.here for shared in flight.overlap])
+                self._write_back(flight, Flight(number + 1))
+            elif flight.step < 0:
+                self._write_back_inherited(flight)
 
     def is_torn(self) -> bool:
         return self._keeps_overlap and any(flight.is_torn for flight in self._flights.values())
@@ -246,7 +279,7 @@ class Stages:
         """What was pulled and not trained, in order: batches, and errors of reading that nobody has heard of yet. Not
         batches that are at fault themselves."""
         flights = [self._flights[number] for number in sorted(self._flights)]
-        left = [f for f in flights if f.step < 0 and not f.is_raised and not f.is_refused]
+        left = [f for f in flights if (f.step < 0 or f.is_masked) and not f.is_raised and not f.is_refused]
         items = [f.request if isinstance(f.request, Exception) else f.batch for f in left]
         return [item for item in items if item is not None]
 
@@ -254,5 +287,6 @@ class Stages:
 def _show_stale(following: Flight, rows_before: list[Tensor]) -> None:
     assert following.overlap is not None
     for buffer, rows, shared in zip(following.buffers, rows_before, following.overlap, strict=True):
+        before, here = shared.on_device
         buffer.seen = buffer.rows.clone()
-        buffer.seen.index_copy_(0, shared.here, rows.index_select(0, shared.before))
+        buffer.seen.index_copy_(0, here, rows.index_select(0, before))

@@ -1,10 +1,19 @@
-"""Where the time goes: spans of named stages on every lane, and what no span of the compute lane covers."""
+"""Where the time goes: spans of named stages on every lane, and what no span of the compute lane covers.
+
+On an accelerator the compute lane's time is its stream's: each change of stage is a moment of the stream, and how long
+a stage took is known when the device has got there.
+"""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import torch
+
+from nestpipe.device.streams import has_streams
 from nestpipe.pipelining.schedule import COMPUTE, Op
 
 STAGES = {
@@ -70,7 +79,11 @@ class Trace:
     """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
 
     def __init__(
-        self, steps: list[StepTimes] | None = None, spans: list[Span] | None = None, first_batch: int = 0
+        self,
+        steps: list[StepTimes] | None = None,
+        spans: list[Span] | None = None,
+        first_batch: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.steps = steps if steps is not None else []
         """those that were applied"""
@@ -82,6 +95,10 @@ class Trace:
         self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
+        self._device = device if device is not None and has_streams(device) else None
+        self._moments: list[tuple[str, torch.Event]] = []
+        """of the step under way, on a device: the end of each stage"""
+        self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()
         self._busy_ns: dict[str, int] = {}
         self._busy_before: dict[str, int] = {}
 
@@ -89,6 +106,7 @@ class Trace:
         """Everything from here on belongs to the next batch, and to this step if it becomes one."""
         self._switch("", -1)
         self._batch += 1
+        self._moments = self._moments[-1:]
         self.current = StepTimes(number)
 
     def end_step(self, num_samples: int) -> None:
@@ -99,7 +117,20 @@ class Trace:
         self.current.num_samples = num_samples
         self.current.step_ms = sum(self.current.stages.values())
         self.steps.append(self.current)
+        if self._device is not None:
+            self._unsettled.append((self.current, self._moments))
+            self._moments = self._moments[-1:]
+            self.settle(waits=False)
         self.current = StepTimes(-1)
+
+    def settle(self, waits: bool = True) -> None:
+        """On a device: fills in the times of the steps that it has done; or waits for it, and of all."""
+        while self._unsettled and (waits or self._unsettled[0][1][-1][1].query()):
+            step, moments = self._unsettled.popleft()
+            moments[-1][1].synchronize()
+            for (_, begin), (stage, end) in pairwise(moments):
+                step.stages[stage] += begin.elapsed_time(end)
+            step.step_ms = sum(step.stages.values())
 
     @contextmanager
     def span(self, stage: str, micro_batch: int = -1) -> Iterator[None]:
@@ -132,7 +163,12 @@ class Trace:
 
     def _switch(self, stage: str, micro_batch: int) -> tuple[str, int]:
         now = time.perf_counter_ns()
-        self.current.stages[self._stage] += (now - self._since) / 1e6
+        if self._device is None:
+            self.current.stages[self._stage] += (now - self._since) / 1e6
+        else:
+            moment = torch.Event(self._device, enable_timing=True)
+            moment.record(torch.accelerator.current_stream(self._device))
+            self._moments.append((self._stage, moment))
         if self.spans is not None and self._stage:
             self.spans.append(Span(COMPUTE, self._stage, self._batch, self._micro_batch, self._since, now))
         outer = self._stage, self._micro_batch

@@ -35,7 +35,7 @@ def build(config: Config, world: World) -> Run:
     check_data(config)
     features = build_features(config)
     trainer = Trainer(
-        build_model(config, features),
+        build_model(config, features).to(world.device),
         features,
         dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters),
         world=world,
@@ -51,6 +51,8 @@ def build(config: Config, world: World) -> Run:
         fault=config.pipeline.fault,
         seed=config.train.seed,
         num_threads=config.store.num_threads,
+        autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
+        compiled=config.train.compiled,
     )
     dataset = build_dataset(config, config.data.num_samples)
     batches = Batches(dataset, config.train.batch_size, world.rank, world.size)

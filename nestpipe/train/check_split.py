@@ -37,6 +37,7 @@ class SplitCheck:
         self._model = model
         self._features = features
         self._store = store
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._splits = {"in two": (2, GIVEN_ORDER)}
         if num_micro_batches > 1:
             name = f"into {num_micro_batches} micro-batches, cluster.method = {clustering.method!r}"
@@ -78,7 +79,8 @@ class SplitCheck:
 
     def _sums(self, batch: Batch, num_parts: int, clustering: Clustering) -> dict[str, float]:
         """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
-        reading = read_batch(self._features, batch, self._store, World().evaluate, num_parts, clustering)
+        alone = World().evaluate
+        reading = read_batch(self._features, batch, self._store, alone, num_parts, clustering, self._device)
         assert reading is not None
         totals: dict[str, float] = {}
         for part in reading:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.data.negatives import NEGATIVES_PER
+from nestpipe.device.streams import default_device
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
@@ -19,6 +20,7 @@ MODELS = ("dlrm", *SEQUENCE_MODELS)
 INITS = ("normal", "truncated_normal", "uniform", "constant")
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
+PRECISIONS = ("float32", "bfloat16")
 MOST_THREADS = 1024
 
 T = TypeVar("T")
@@ -130,6 +132,10 @@ class TrainSection:
     seed: int = key(0, "of the initial rows and dense parameters", at_least=0)
     batch_size: int = key(2048, "samples in a batch of one rank", at_least=1)
     deterministic: bool = key(True, "fixed-order dense kernels; false permits faster ones")
+    precision: str = key(
+        "float32", "of the dense model, where torch deems it safe; rows keep theirs", choices=PRECISIONS
+    )
+    compiled: bool = key(False, "the dense model by torch.compile(dynamic=True)")
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class RuntimeSection:
     dense_threads: int | None = key(
         None, "threads of the dense part; not set: cores // ranks on this host", at_least=1, at_most=MOST_THREADS
     )
+    device: str | None = key(None, "of the model, as torch names it; not set: the accelerator if there is one, or cpu")
 
 
 @dataclass(frozen=True)
@@ -215,13 +222,15 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
 
     def resolved(self, ranks_on_host: int, cores: int) -> "Config":
-        """With what the bits of a run depend on, so that it is saved with it: threads, the row optimizer."""
+        """With what the bits of a run depend on, so that it is saved with it: threads, device, the row optimizer."""
         num_threads = min(max(1, cores // ranks_on_host), MOST_THREADS)
         store, runtime = self.store, self.runtime
         if store.num_threads is None:
             store = replace(store, num_threads=num_threads)
         if runtime.dense_threads is None:
             runtime = replace(runtime, dense_threads=num_threads)
+        if runtime.device is None:
+            runtime = replace(runtime, device=default_device())
         return replace(self, store=store, runtime=runtime, row_optimizer=self._row_optimizer())
 
     def _row_optimizer(self) -> RowOptimizerSection:

@@ -25,7 +25,8 @@ class Metric(Protocol):
     def method(self) -> str:
         """Of the model, called with (embeddings, inputs): "predict" or "encode", for example."""
 
-    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None: ...
+    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
+        """All in host memory."""
 
     def compute(self, channel: Channel) -> dict[str, float]: ...
 
@@ -56,18 +57,19 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
         while True:
             with channel.watch.busy():
                 batch = _next(iterator)
-            if (reading := read_batch(trainer.features, batch, trainer.store, channel)) is None:
+            reading = read_batch(trainer.features, batch, trainer.store, channel, device=trainer.world.device)
+            if reading is None:
                 break
             _add(totals, {name: (0.0, weight) for name, weight in reading.weights.items()})
             counts[1] += reading.num_untrained_keys
             for part in reading:  # one, if this rank has samples
                 counts[0] += part.num_samples
                 assert isinstance(batch, Batch)
-                with channel.watch.busy():
+                with channel.watch.busy(), trainer.precision():
                     sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
                     outputs = {method: getattr(model, method)(part.embeddings, part.inputs) for method in methods}
                     for metric in metrics:
-                        metric.update(outputs[metric.method], part.inputs, batch.keys)
+                        metric.update(outputs[metric.method].cpu(), batch.inputs, batch.keys)
                 _add(totals, {name: (float(value), 0.0) for name, value in sums.items()})
         channel.all_reduce_sum(counts)
         of_ranks = [json.loads(text) for text in channel.share_text(json.dumps(totals))]

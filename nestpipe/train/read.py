@@ -3,17 +3,18 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import GIVEN_ORDER, Clustering
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import retrieve_rows
-from nestpipe.embedding.embeddings import Embeddings
+from nestpipe.embedding.embeddings import Embeddings, on_device
 from nestpipe.embedding.request import make_request
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
-from nestpipe.embedding.window import Window
+from nestpipe.embedding.window import open_window
 from nestpipe.store import HostStore
 
 
@@ -27,23 +28,27 @@ class Part:
 
 
 class Reading:
-    """A batch routed and its rows retrieved, on one channel. A missing key has its initial row."""
+    """A batch routed and its rows retrieved, on one channel, in host memory; what the model is given then goes to its
+    device. A missing key has its initial row."""
 
-    def __init__(self, features: Mapping[str, Feature], route: Route, store: HostStore, channel: Channel) -> None:
+    def __init__(
+        self, features: Mapping[str, Feature], route: Route, store: HostStore, channel: Channel, device: torch.device
+    ) -> None:
         self.weights = route.request.weights
         """of this rank's batch"""
         self._features = features
-        self._request = route.request
+        self._request = on_device(features, route.request, device)
+        self._device = device
         buffers = retrieve_rows(route, store)
         self.num_untrained_keys = sum(len(buffer.found) - int(buffer.found.sum()) for buffer in buffers)
         """distinct keys of the global batch that this rank owns and never trained"""
-        self._window = Window(route, buffers, channel, channel)
+        self._window = open_window(route, buffers, channel, channel)
 
     def __iter__(self) -> Iterator[Part]:
         for i, num_samples in enumerate(self._request.num_samples):
             self._window.bring(i)
             if num_samples > 0:
-                leaves = {name: leaf.detach() for name, leaf in self._window.leaves(i).items()}
+                leaves = {name: leaf.detach().to(self._device) for name, leaf in self._window.leaves(i).items()}
                 yield Part(
                     Embeddings(self._features, self._request.placed[i], leaves), self._request.inputs[i], num_samples
                 )
@@ -56,6 +61,7 @@ def read_batch(
     channel: Channel,
     num_parts: int = 1,
     clustering: Clustering = GIVEN_ORDER,
+    device: torch.device | None = None,
 ) -> Reading | None:
     """All ranks call it; None when no rank has a batch. An exception instead of a batch is raised on every rank."""
     try:
@@ -66,4 +72,4 @@ def read_batch(
         route = route_keys(error, len(tables_of(features)), channel)
     else:
         route = route_keys(request, len(tables_of(features)), channel)
-    return None if route is None else Reading(features, route, store, channel)
+    return None if route is None else Reading(features, route, store, channel, device or torch.device("cpu"))

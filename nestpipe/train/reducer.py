@@ -7,8 +7,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from nestpipe.device.streams import Mark, has_streams, use_here, wait_for
 from nestpipe.distributed.world import World
-from nestpipe.pipelining.pipeline import NonFiniteError, Step, are_finite
+from nestpipe.pipelining.finite import NonFiniteError, are_finite, finite
+from nestpipe.pipelining.pipeline import Step
 
 
 class DenseReducer:
@@ -30,7 +32,7 @@ class DenseReducer:
         self._ranks = range(world.size)
         self._num_missing: list[int] = []
         """parameters of each bucket whose gradient the backward under way has not completed"""
-        self._begun: list[Future[Tensor]] = []
+        self._begun: list[Future[tuple[Tensor, Mark]]] = []
         """sums of the first buckets"""
         self._versions: list[list[int]] = []
         """of the gradients that were handed over"""
@@ -65,6 +67,9 @@ class DenseReducer:
         self._see_parameters()
         self._check_untouched()
         self._begin_rest()
+        if step is not None and has_streams(self.world.device):
+            self._finish_on_device(step, loss)
+            return
         is_finite = loss is None or bool(loss.isfinite())
         is_finite = is_finite and (step is None or step.gradients_are_finite())
         is_finite = is_finite and all(are_finite(p.grad) for p in self.parameters if p.grad is not None)
@@ -72,14 +77,35 @@ class DenseReducer:
             sums = self._sums()
             is_finite = is_finite and all(are_finite(flat) for flat in sums)
             any_used = self._agree(step, is_finite, loss)
+        self._assign(sums, any_used)
+        if step is not None:
+            step.is_reduced = True
+
+    def _finish_on_device(self, step: Step, loss: Tensor | None) -> None:
+        """Whether all is finite is found out, and told to other ranks, on the device; the host goes on meanwhile."""
+        device = self.world.device
+        total = loss if loss is not None else torch.zeros((), dtype=torch.float64, device=device)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        is_unsound = ~torch.stack([finite(values) for values in (total, *gradients, *step.gradients())]).all()
+        with step.trace.span("reduce"):
+            told = self.world.dense.begin_sum([torch.stack([is_unsound.double(), total.double()])])
+            sums = self._sums()
+            any_used = self._agree(step, True, None)
+            (of_ranks,) = self._wait([told])
+        is_unsound = ~torch.stack([of_ranks[0] == 0, *(finite(flat) for flat in sums)]).all()
+        if loss is not None:
+            loss.copy_(of_ranks[1])
+        step.judge(of_ranks[1], is_unsound)
+        self._assign(sums, any_used)
+        step.is_reduced = True
+
+    def _assign(self, sums: list[Tensor], any_used: list[bool]) -> None:
         for bucket, flat in zip(self.buckets, sums, strict=True):
             for parameter, reduced in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = reduced.view_as(parameter)
         for parameter, is_used in zip(self.parameters, any_used, strict=True):
             if not is_used:
                 parameter.grad = None
-        if step is not None:
-            step.is_reduced = True
 
     def _see_parameters(self) -> None:
         """A model may have been frozen or unfrozen in parts since the last step; on all ranks alike."""
@@ -126,7 +152,16 @@ class DenseReducer:
 
     def _sums(self) -> list[Tensor]:
         begun, self._begun, self._versions = self._begun, [], []
-        return [self.world.watch.wait(pending, "dense reduction") for pending in begun]
+        return self._wait(begun)
+
+    def _wait(self, begun: list[Future[tuple[Tensor, Mark]]]) -> list[Tensor]:
+        sums = []
+        for pending in begun:
+            flat, moment = self.world.watch.wait(pending, "dense reduction")
+            wait_for(moment)
+            use_here(flat)
+            sums.append(flat)
+        return sums
 
     @property
     def has_begun(self) -> bool:

@@ -1,7 +1,7 @@
 """The Trainer: a thin layer on the pipeline's loop."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
+from nestpipe.device.streams import has_streams
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.pipelining.finite import squared_norm
 from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
@@ -79,11 +81,19 @@ class Trainer:
         fault: str = "none",
         seed: int = 0,
         num_threads: int = 1,
+        autocast: torch.dtype | None = None,
+        compiled: bool = False,
     ) -> None:
+        """autocast: the dtype in which the dense model computes where torch deems it safe; rows and their state keep
+        theirs. compiled: the dense model by torch.compile(dynamic=True)."""
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
         self.world = world or World()
+        _check_device(model, self.world.device)
+        self.autocast = autocast
+        self._forward = torch.compile(model, dynamic=True) if compiled else model
+        self._is_compiled = compiled
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.seed = seed
@@ -144,13 +154,17 @@ class Trainer:
             world=self.world,
             steps=steps,
             first_step=self.num_steps,
-            trace=Trace(result.times, result.spans, first_batch=self.num_steps),
+            trace=Trace(result.times, result.spans, self.num_steps, self.world.device),
             **self._options,  # type: ignore[arg-type]
         )
         try:
             with pipeline:
                 for step in pipeline:
-                    result.losses.append(self._train(step))
+                    loss = self._train(step)
+                    if has_streams(self.world.device):
+                        _move(pipeline.losses, result.losses)
+                    else:
+                        result.losses.append(float(loss))
                     self.num_steps = num_before + pipeline.num_applied
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
@@ -163,6 +177,7 @@ class Trainer:
             self._pipeline = None
             self._is_torn = pipeline.is_torn
             self.num_steps = num_before + pipeline.num_applied
+            _move(pipeline.losses, result.losses)
             result.num_skipped += pipeline.num_skipped
             source.give_back(pipeline.untrained)
         return result
@@ -237,13 +252,15 @@ class Trainer:
         self.flush()
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
-    def _train(self, step: Step) -> float:
+    def _train(self, step: Step) -> Tensor:
+        """Returns the loss of the global batch, on the device."""
         with step.trace.span("dense"):
             self.model.train()
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro_batch in step:
-            sums = loss_sums(self.model(micro_batch.embeddings, micro_batch.inputs), step.weights)
+            with self.precision(), self.world.busy() if self._is_compiling(step) else nullcontext():
+                sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
             loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
             with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
                 loss.backward()
@@ -254,26 +271,46 @@ class Trainer:
         if self.lr_schedule is not None:
             self.lr_schedule.step()
         step.update_rows(scale if self.clip_rows else 1.0)
-        return float(total)
+        return total
 
-    def _clip(self, step: Step) -> float:
+    def precision(self) -> AbstractContextManager[object]:
+        """Around a forward of the model."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=self.autocast)
+
+    def _is_compiling(self, step: Step) -> bool:
+        """The first step may take minutes."""
+        return self._is_compiled and step.number == 0
+
+    def _clip(self, step: Step) -> float | Tensor:
         """Scales the reduced dense gradients down to clip_norm; returns by what."""
         if self.clip_norm is None:
             return 1.0
         # Each rank has other rows; the dense gradients are the same on all.
-        squared = torch.tensor(step.squared_gradient_norm() if self.clip_rows else 0.0, dtype=torch.float64)
+        squared = step.squared_gradient_norm() if self.clip_rows else squared_norm((), self.world.device)
         with step.trace.span("reduce"):
             self.world.dense.all_reduce_sum(squared)
-        norm = math.sqrt(float(squared) + _squared_norm(self.reducer.parameters))
-        scale = min(1.0, self.clip_norm / (norm + 1e-6))
-        for parameter in self.reducer.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        gradients = [p.grad for p in self.reducer.parameters if p.grad is not None]
+        norm = (squared + squared_norm(gradients, self.world.device)).sqrt()
+        scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
         return scale
 
 
-def _squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
+def _check_device(model: nn.Module, device: torch.device) -> None:
+    elsewhere = {str(p.device) for p in (*model.parameters(), *model.buffers()) if p.device != device}
+    if elsewhere:
+        raise ValueError(
+            f"the model has parameters or buffers on {', '.join(sorted(elsewhere))}, the ranks train on {device}; call "
+            f"model.to({str(device)!r}) before the Trainer is made, or World(device=...)"
+        )
+
+
+def _move(source: list[float], target: list[float]) -> None:
+    target.extend(source)
+    source.clear()
 
 
 def _divided(loss_sum: Tensor, weight: float) -> Tensor:

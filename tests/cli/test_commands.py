@@ -47,6 +47,7 @@ def test_bench_store_quick(tmp_path: Path) -> None:
     assert not [miss for miss in misses if "no record answers it" in miss]
 
 
+@pytest.mark.slow
 def test_bench_schedules_quick(tmp_path: Path) -> None:
     records = quick_records("schedules", tmp_path)
     traffic = {r["overlap"]: r["host_traffic_vs_serial"] for r in records if "host_traffic_vs_serial" in r}
@@ -88,6 +89,7 @@ def test_bench_attention_quick(tmp_path: Path) -> None:
     assert all(r["peak_bytes_per_token"] > 0 and r["forward_backward_ms"] > 0 for r in records)
 
 
+@pytest.mark.slow
 def test_bench_plain_quick(tmp_path: Path) -> None:
     records = quick_records("plain", tmp_path)
     assert [record["method"] for record in records] == ["adagrad", "adam"]
@@ -110,6 +112,7 @@ def test_bench_cluster_quick(tmp_path: Path) -> None:
         assert spectral["head_share"] + spectral["tail_share"] < 0.7 * (none["head_share"] + none["tail_share"])
 
 
+@pytest.mark.slow
 def test_bench_learning_quick(tmp_path: Path) -> None:
     records = quick_records("learning", tmp_path)
     assert [record["model"] for record in records] == ["hstu", "fuxi"]

@@ -15,7 +15,7 @@ from nestpipe.pipelining.schedule import operations
 from nestpipe.pipelining.trace import BYTE_FIELDS
 from nestpipe.train.config_text import describe
 from nestpipe.train.summary import TIME_FIELDS
-from tests.schedules import OUTER
+from tests.schedules import NESTED
 
 SMALL = ("model.dim=8", "model.bottom=[16]", "model.top=[32]", "train.batch_size=64", "evaluate.num_samples=500")
 
@@ -61,7 +61,7 @@ def test_summary(ranks: int, tmp_path: Path) -> None:
     assert again["digest"] == summary["digest"]
 
 
-@pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("schedule", NESTED)
 def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
     """Fails if write_trace writes rank 0's spans only, or Trace._switch forgets a stage."""
     path = tmp_path / "trace.json"
@@ -83,6 +83,7 @@ def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
             assert all(end <= begin + 1.0 for (_, end), (begin, _) in pairwise(of_lane))
 
 
+@pytest.mark.slow
 def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
     summary = summary_of(tmp_path / "a.json", settings=("train.steps=3", "row_optimizer.kind=adam"))
     recipe = tmp_path / "recipe.toml"
@@ -90,6 +91,7 @@ def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "b.json", str(recipe))["digest"] == summary["digest"]
 
 
+@pytest.mark.slow
 def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Fails if run starts the data at the beginning again."""
     folder = f"checkpoint.dir={tmp_path / 'save'}"
@@ -124,7 +126,7 @@ def test_list_keys_and_help() -> None:
     assert all(option in text for option in ("--set", "--ranks", "--json", "--list-keys", "recipe"))
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_config_errors(ranks: str, tmp_path: Path) -> None:
     def refused(*arguments: str, settings: tuple[str, ...] = ()) -> str:
         started = time.perf_counter()

@@ -98,7 +98,8 @@ def test_index_out_of_range_is_refused() -> None:
 def test_side_by_side_is_cat() -> None:
     table, other = Table("a", 4), Table("b", 3)
     features = {"x": Pooled(table), "y": Pooled(other, "mean"), "z": Sequence(table)}
-    placed = {name: Placed(torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 4]), None) for name in features}
+    offsets = torch.tensor([0, 1, 4])
+    placed = {name: Placed(torch.tensor([0, 1, 1, 2]), offsets, None, offsets) for name in features}
     embeddings = Embeddings(features, placed, {"a": torch.randn(2, 4), "b": torch.randn(2, 3)})
     assert torch.equal(embeddings.side_by_side(["y", "x"]), torch.cat([embeddings["y"], embeddings["x"]], dim=1))
     with pytest.raises(ValueError, match="'z' is a sequence"):

@@ -14,7 +14,7 @@ from nestpipe import World
 from nestpipe.distributed import RankError
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_fragile_ranks
-from tests.schedules import OUTER
+from tests.schedules import NESTED
 
 CASE = Case("adagrad", "pooled_sum", 2, steps=6)
 BAD_STEP = 3
@@ -61,7 +61,7 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
     return type(raised).__name__, str(raised), seconds, again
 
 
-@pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("schedule", NESTED)
 @pytest.mark.parametrize(("size", "bad_rank"), [(2, 1), (2, 0), (3, 1)])
 @pytest.mark.parametrize(
     ("kind", "own_error", "text", "most_seconds"),

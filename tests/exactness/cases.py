@@ -102,14 +102,15 @@ class SmallModel(nn.Module):
         parts = []
         for value in embeddings.values():
             if not isinstance(value, Tensor):  # a sequence: position-weighted sum, so that order matters
-                value = (value.padded(4) * torch.arange(1, 5, dtype=torch.float64)[:, None]).sum(1)
+                places = torch.arange(1, 5, dtype=torch.float64, device=value.rows.device)
+                value = (value.padded(4) * places[:, None]).sum(1)
             parts.append(value)
         return self.dense(parts, inputs["label"])
 
 
 def make_trainer(world: World, case: Case) -> Trainer:
     features = features_of(case)
-    model = SmallModel({name: feature.table.dim for name, feature in features.items()})
+    model = SmallModel({name: feature.table.dim for name, feature in features.items()}).to(world.device)
     return Trainer(
         model,
         features,
@@ -123,9 +124,11 @@ def make_trainer(world: World, case: Case) -> Trainer:
     )
 
 
-def on_ranks(size: int, function, *arguments, timeout: float = 50) -> list:
+def on_ranks(size: int, function, *arguments, timeout: float = 50, device: str = "cpu") -> list:
     """[function(world, *arguments) of rank 0, 1, ...]; a world of one in this process."""
-    return [function(World(), *arguments)] if size == 1 else run_ranks(size, function, *arguments, timeout=timeout)
+    if size == 1:
+        return [function(World(device=device), *arguments)]
+    return run_ranks(size, function, *arguments, timeout=timeout, device=device)
 
 
 def make_pipeline(world: World, case: Case, batches: list[Batch]) -> Pipeline:
@@ -149,7 +152,7 @@ def train(world: World, case: Case) -> tuple[str, list[float], dict[str, Tensor]
     for table in trainer.tables:
         piece = trainer.store.export_piece(table.name, 0, 65536)
         rows[table.name] = (piece.keys, piece.records[:, : table.dim])
-    dense = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    dense = {name: value.cpu().clone() for name, value in trainer.model.state_dict().items()}
     return trainer.digest(), result.losses, dense, rows
 
 

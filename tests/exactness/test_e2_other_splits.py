@@ -43,7 +43,11 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 CASES = [Case("adagrad", "shared", steps=STEPS), Case("adam", "pooled_mean", steps=STEPS)]
 
 
-@pytest.mark.parametrize(("schedule", "size", "case"), [("intra", 1, CASES[1]), ("nested", 3, CASES[0])], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "size", "case"),
+    [pytest.param("intra", 1, CASES[1], marks=pytest.mark.slow), ("nested", 3, CASES[0])],
+    ids=str,
+)
 def test_other_splits(schedule: str, size: int, case: Case) -> None:
     check(size, replace(case, schedule=schedule), SPLITS)
 

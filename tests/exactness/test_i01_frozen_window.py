@@ -10,6 +10,7 @@ import pytest
 
 from nestpipe import World
 from nestpipe.embedding.buffer import Buffer
+from nestpipe.embedding.local_window import LocalWindow
 from nestpipe.embedding.window import Window
 from nestpipe.pipelining.pipeline import SCHEDULES
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
@@ -31,18 +32,19 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
     seen: dict[int, list[str]] = {}
 
     def observed(exchange):
-        def observe(self: Window, *arguments) -> None:
+        def observe(self: Window | LocalWindow, *arguments) -> None:
             inside = seen.setdefault(id(self), [])
-            inside.append(hash_of([table.buffer for table in self.owner]))
+            inside.append(hash_of(self.buffers))
             exchange(self, *arguments)
-            inside.append(hash_of([table.buffer for table in self.owner]))
+            inside.append(hash_of(self.buffers))
 
         return observe
 
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "bring", observed(Window.bring))
-        patch.setattr(Window, "take", observed(Window.take))
+        for kind in (Window, LocalWindow):
+            patch.setattr(kind, "bring", observed(kind.bring))
+            patch.setattr(kind, "take", observed(kind.take))
         with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
             for step in pipeline:
                 inside = [hash_of(step.buffers)]

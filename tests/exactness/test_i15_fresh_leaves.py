@@ -1,6 +1,7 @@
 """I15: the leaf of a micro-batch is a fresh gather, never a view of memory that something else writes.
 
-Fails if RequesterTable.leaf returns the rows of the requester instead of a gather of them when all are used.
+Fails if RequesterTable.put, or LocalTable.bring in a world of one, keeps the rows themselves as the leaf instead of a
+gather of them when all are used.
 """
 
 import pytest

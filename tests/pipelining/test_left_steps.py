@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe import World
-from nestpipe.embedding.window import Window
+from nestpipe.embedding.local_window import LocalWindow
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, make_trainer
 from tests.schedules import OUTER
 
@@ -26,16 +26,16 @@ def test_an_exchange_that_fails(schedule: str, stage: str, monkeypatch: pytest.M
     without looking whether it was done well."""
     trainer = make_trainer(World(), replace(CASE, num_micro_batches=3, schedule=schedule))
     before = trainer.digest()
-    original = getattr(Window, stage)
+    original = getattr(LocalWindow, stage)
 
-    def fails(self: Window, micro_batch: int, *arguments) -> None:
+    def fails(self: LocalWindow, micro_batch: int, *arguments) -> None:
         if micro_batch == 1:
             raise MemoryError("no memory for this exchange")
         if stage == "take":
             time.sleep(0.05)  # the failed one is done before it is waited for
         original(self, micro_batch, *arguments)
 
-    monkeypatch.setattr(Window, stage, fails)
+    monkeypatch.setattr(LocalWindow, stage, fails)
     with pytest.raises(MemoryError, match="no memory for this exchange"):
         trainer.fit(global_batches(2))
     monkeypatch.undo()

@@ -24,7 +24,7 @@ from tests.exactness.cases import (
     on_ranks,
     share_of,
 )
-from tests.schedules import OUTER
+from tests.schedules import NESTED, OUTER
 
 CASE = Case("adam", "shared", 2)
 
@@ -45,7 +45,7 @@ def fit_in_parts(world: World, schedule: str, parts: tuple[int, ...]) -> tuple[s
     return trainer.digest(), num_pulled
 
 
-@pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("schedule", NESTED)
 @pytest.mark.parametrize("size", [1, 2])
 def test_fit_in_parts_is_fit_at_once(schedule: str, size: int) -> None:
     whole = on_ranks(size, fit_in_parts, "serial", (100,))

@@ -64,9 +64,9 @@ compute  upload 0
 compute  route 0
 compute  retrieve 0
 compute  begin 0
-rows     bring 0.0
-rows     bring 0.1
-rows     bring 0.2
+rows     bring 0.0        after begin 0
+rows     bring 0.1        after begin 0
+rows     bring 0.2        after begin 0
 compute  dense 0.0        after bring 0.0
 gradients take 0.0        after dense 0.0
 compute  dense 0.1        after bring 0.1
@@ -89,11 +89,11 @@ upload   upload 1         after prefetch 1
 route    route 1          after upload 1
 host     retrieve 1       after route 1
 compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
-rows     bring 0.0
+rows     bring 0.0        after begin 0
 input    prefetch 2       after bring 0.0
 upload   upload 2         after prefetch 2
 route    route 2          after upload 2
-rows     bring 0.1
+rows     bring 0.1        after begin 0
 compute  dense 0.0        after bring 0.0
 gradients take 0.0        after dense 0.0
 compute  dense 0.1        after bring 0.1
@@ -104,7 +104,7 @@ compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
 host     write_back 0     after overlap_sync 0
 host     retrieve 2       after route 2
 compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
-rows     bring 1.0
+rows     bring 1.0        after begin 1
 input    prefetch 3       after bring 1.0
 upload   upload 3         after prefetch 3
 route    route 3          after upload 3

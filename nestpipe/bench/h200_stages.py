@@ -1,0 +1,131 @@
+"""Stages of a batch each on its own, against what the machine can do: retrieve, write-back, overlap sync."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nestpipe.bench.h200_one_rank import Size, features_of, filled_store
+from nestpipe.bench.pairs import spread
+from nestpipe.bench.report import Record
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.device.streams import finish
+from nestpipe.device.transfer import host_empty
+from nestpipe.distributed import World
+from nestpipe.embedding.buffer import BufferMemory, retrieve_rows, write_back
+from nestpipe.embedding.request import make_request
+from nestpipe.embedding.route import Route, route_keys
+from nestpipe.embedding.rows import copy_rows
+from nestpipe.embedding.table import Feature
+
+
+@dataclass(frozen=True)
+class StageSize:
+    num_distinct: int = 240_000
+    num_shared: int = 100_000
+    num_rounds: int = 15
+    num_rows: int = 8_000_000
+    dim: int = 512
+    num_threads: int = 16
+
+
+QUICK = StageSize(2_000, 1_000, 3, num_rows=20_000, dim=32, num_threads=2)
+
+
+def records(world: World, quick: bool) -> Iterator[Record]:
+    stage = QUICK if quick else StageSize()
+    size, device = Size(num_rows=stage.num_rows, dim=stage.dim, num_threads=stage.num_threads), world.device
+    torch.set_num_threads(size.num_threads)
+    features = features_of(size.dim)
+    store = filled_store(size, size.num_rows, features)
+    generator = torch.Generator().manual_seed(1)
+    keys = [torch.randperm(size.num_rows, generator=generator)[: stage.num_distinct] for _ in range(3)]
+    routes = [_route(features, of, world) for of in keys]
+    table = torch.randn(size.num_rows, size.dim + 1)
+    memory = BufferMemory(device)
+    buffers = [retrieve_rows(route, store, memory) for route in routes]
+    staged = host_empty(tuple(buffers[0][0].records.shape), torch.float32, device)
+    there = torch.empty_like(staged, device=device)
+
+    def host_gather(i: int) -> None:
+        torch.index_select(table, 0, keys[i], out=staged)
+
+    def host_scatter(i: int) -> None:
+        table.index_copy_(0, keys[i], staged)
+
+    up = (host_gather, lambda i: there.copy_(staged, non_blocking=True))
+    down = (host_scatter, lambda i: staged.copy_(there, non_blocking=True))
+    identity = {"rows": stage.num_distinct, "dim": size.dim, "threads": size.num_threads, "num_rows": size.num_rows}
+    yield {
+        "stage": "retrieve",
+        **identity,
+        **_against(lambda i: retrieve_rows(routes[i], store, memory), up, stage, staged.nbytes, device, "retrieve"),
+    }
+    yield {
+        "stage": "write_back",
+        **identity,
+        **_against(lambda i: write_back(buffers[i], store, 1), down, stage, staged.nbytes, device, "write_back"),
+    }
+    yield {"stage": "overlap_sync", **identity, **_overlap_sync(stage, device)}
+
+
+def _route(features: dict[str, Feature], keys: Tensor, world: World) -> Route:
+    empty = Jagged(keys[:0], torch.zeros(2, dtype=torch.int64))
+    batch = Batch({"history": Jagged(keys, torch.tensor([0, len(keys)])), "target": empty, "negatives": empty})
+    route = route_keys(make_request(features, batch, 1, 1), 1, world.route)
+    assert route is not None
+    return route
+
+
+def _against(
+    ours: Callable[[int], object],
+    ceilings: tuple[Callable[[int], object], Callable[[int], object]],
+    stage: StageSize,
+    num_bytes: int,
+    device: torch.device,
+    name: str,
+) -> dict[str, float]:
+    """The time of the slower of host memory and bus, each alone, against ours, which uses both."""
+    times: list[list[float]] = [[], [], []]
+    for number in range(stage.num_rounds + 1):
+        for which, work in enumerate((ours, *ceilings)):
+            seconds = _timed(partial(work, number % 3), device)
+            if number > 0:
+                times[which].append(seconds)
+    ratios = [max(host, bus) / mine for mine, host, bus in zip(*times, strict=True)]
+    rates = {
+        f"{what}_gb_per_second": num_bytes / statistics.median(seconds) / 1e9
+        for what, seconds in zip((name, "host_ceiling", "bus_ceiling"), times, strict=True)
+    }
+    return {**rates, **spread(f"{name}_vs_ceiling", ratios)}
+
+
+def _overlap_sync(stage: StageSize, device: torch.device) -> dict[str, float]:
+    width = stage.dim + 1
+    source, target = (torch.randn(stage.num_distinct, width, device=device) for _ in range(2))
+    slots = [torch.randperm(stage.num_distinct)[: stage.num_shared].sort().values.to(device) for _ in range(2)]
+    whole = [torch.randn(stage.num_shared, width, device=device) for _ in range(2)]
+    ratios = []
+    for number in range(stage.num_rounds + 1):
+        mine = _timed(lambda: _times(20, lambda: copy_rows(source, slots[0], target, slots[1])), device)
+        plain = _timed(lambda: _times(20, lambda: whole[0].copy_(whole[1])), device)
+        if number > 0:
+            ratios.append(plain / mine)
+    return {"shared": stage.num_shared, **spread("overlap_sync_vs_copy", ratios)}
+
+
+def _times(count: int, work: Callable[[], object]) -> None:
+    for _ in range(count):
+        work()
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    finish(device)
+    started = time.perf_counter()
+    work()
+    finish(device)
+    return time.perf_counter() - started

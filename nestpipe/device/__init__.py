@@ -1,0 +1,1 @@
+"""An accelerator's streams, and the memory that passes to and from it."""

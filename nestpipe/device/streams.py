@@ -1,0 +1,84 @@
+"""Streams and their marks. A CPU has none: there an operation is over when it returns, and nothing here does anything.
+
+A lane of an accelerator is a thread with a stream of its own. What it enqueues is done later, in order; a mark says how
+far a stream had got, so that another stream can go on from there while no thread waits.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+Mark = torch.Event | None
+"""a moment of a stream; None: it has passed"""
+
+
+def default_device() -> str:
+    """The accelerator that torch finds, or the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def full_device(name: torch.device | str) -> torch.device:
+    """With its number, as tensors say where they are: without one it is the current one. It must be there."""
+    device = torch.device(name)
+    if not has_streams(device):
+        return device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device.type:
+        raise ValueError(
+            f"there is no {device.type} here; torch finds {found.type if found is not None else 'no'} device"
+        )
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def device_of_rank(name: str | torch.device, local_rank: int) -> torch.device:
+    """That of one of several processes on this machine: they share devices if there are more of them than devices."""
+    device = torch.device(name)
+    if has_streams(device) and device.index is None:
+        torch.accelerator.set_device_index(local_rank % max(1, torch.accelerator.device_count()))
+    return full_device(device)
+
+
+def has_streams(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def mark(device: torch.device) -> Mark:
+    """After all that this thread's stream has been given so far."""
+    return torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
+
+
+def wait_for(moment: Mark) -> None:
+    """What this thread's stream is given from here on comes after the mark. The thread does not wait."""
+    if moment is not None:
+        torch.accelerator.current_stream(moment.device).wait_event(moment)
+
+
+def finish(device: torch.device) -> None:
+    """This thread waits until its stream has done all it was given."""
+    if has_streams(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def use_here(*tensors: Tensor | None) -> None:
+    """Tensors made in another stream: their memory is not used again before this thread's stream is done with them."""
+    for tensor in tensors:
+        if tensor is not None and has_streams(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+class Streams:
+    """One for each lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_lanes: dict[str, torch.Stream] = {}
+
+    def of(self, lane: str) -> AbstractContextManager[object]:
+        """What is enqueued within it, in this thread, goes to the lane's stream."""
+        if not has_streams(self._device):
+            return nullcontext()
+        if lane not in self._of_lanes:
+            self._of_lanes[lane] = torch.Stream(self._device)
+        return self._of_lanes[lane]

@@ -1,0 +1,51 @@
+"""Rows gathered, placed and added up, where they are: by torch in host memory, by kernels of our own on a device.
+
+torch's own on a device would do, but for sums in a fixed order it sorts first. Here no place comes twice in a call.
+"""
+
+import torch
+from torch import Tensor
+
+from nestpipe.device.streams import has_streams
+from nestpipe.embedding.memory import recycled
+from nestpipe.kernels.rows import add_rows as add_on_device
+from nestpipe.kernels.rows import copy_rows as copy_on_device
+from nestpipe.store import copy_records
+
+
+def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that was used before, where that is faster."""
+    return torch.empty(shape, dtype=dtype, device=device) if has_streams(device) else recycled.empty(shape, dtype)
+
+
+def take_rows(source: Tensor, places: Tensor) -> Tensor:
+    """source[places], in memory of its own."""
+    out = empty_rows((len(places), source.shape[1]), source.dtype, source.device)
+    if has_streams(source.device):
+        copy_on_device(source, places, out, None)
+        return out
+    return torch.index_select(source, 0, places, out=out)
+
+
+def put_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
+    """target[places] = rows"""
+    if has_streams(target.device):
+        copy_on_device(rows, None, target, places)
+    else:
+        target.index_copy_(0, places, rows)
+
+
+def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
+    """target[places] += rows"""
+    if has_streams(target.device):
+        add_on_device(target, places, rows)
+    else:
+        target.index_add_(0, places, rows)
+
+
+def copy_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor) -> None:
+    """target[to_places] = source[from_places], of two arrays that do not overlap."""
+    if has_streams(target.device):
+        copy_on_device(source, from_places, target, to_places)
+    else:
+        copy_records(source, from_places, target, to_places)

@@ -1,0 +1,77 @@
+"""E1 and E3 on an accelerator: every schedule ends with serial's bits, and with a CPU's rows up to rounding.
+
+Fails if Executor._run does not wait for the marks of what it depends on, or if a kernel adds up in the order in which
+programs happen to run.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nestpipe import NonFiniteError, World
+from nestpipe.data import Batch
+from tests.exactness.cases import OPTIMIZERS, Case, global_batches, make_trainer, on_ranks, share_of, train
+from tests.exactness.test_e1_bit_identical import digests, train_some
+
+CASES = [
+    (1, Case("adam", "shared", 4, steps=8)),
+    (1, Case("own", "pooled_sum", 1, steps=8)),
+    (2, Case("adagrad", "pooled_mean", 5, steps=6)),
+    (3, Case("rowwise_adagrad", "sequence", 4, steps=6)),
+]
+
+
+@pytest.mark.parametrize(("size", "case"), CASES, ids=str)
+def test_every_schedule_and_window(device: str, size: int, case: Case) -> None:
+    assert len({digest for of_rank in on_ranks(size, digests, case, device=device) for digest in of_rank}) == 1
+
+
+@pytest.mark.parametrize(("size", "optimizer"), [(1, "adagrad"), (1, "sgd"), (2, "adam"), (4, "rowwise_adagrad")])
+def test_hostile_streams(device: str, size: int, optimizer: str) -> None:
+    for of_rank in on_ranks(size, train_some, optimizer, 1, device=device):
+        for stream, results in of_rank:
+            assert len(set(results)) == 1, stream
+
+
+@pytest.mark.parametrize("layout", ["pooled_sum", "pooled_mean", "sequence", "shared"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_a_cpu_up_to_rounding(device: str, optimizer: str, layout: str) -> None:
+    case = Case(optimizer, layout, 4, steps=20, schedule="nested")
+    _, losses, dense, rows = train(World(device=device), case)
+    _, cpu_losses, cpu_dense, cpu_rows = train(World(), case)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(cpu_losses))
+    for name, value in dense.items():
+        torch.testing.assert_close(value, cpu_dense[name], rtol=1e-9, atol=1e-9)
+    for name, (keys, of_keys) in rows.items():
+        assert torch.equal(keys, cpu_rows[name][0])
+        torch.testing.assert_close(of_keys, cpu_rows[name][1], rtol=1e-9, atol=1e-9)
+
+
+def stop_at_nan(world: World, schedule: str, bad_step: int) -> tuple[str, int, list, list]:
+    case = Case("adagrad", "shared", 2, steps=10, schedule=schedule)
+    batches = share_of(global_batches(case.steps), world)
+    if world.rank == world.size - 1:
+        bad = batches[bad_step]
+        batches[bad_step] = Batch(bad.keys, {"label": bad.inputs["label"] * float("nan")}, bad.weight)
+    trainer = make_trainer(world, case)
+    trainer.check_split = False
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit(iter(batches))
+    rows = [trainer.store.export_piece(table.name, 0, 65536) for table in trainer.tables]
+    good = make_trainer(world, replace(case, steps=bad_step))
+    good.check_split = False
+    good.fit(batches[:bad_step])
+    expected = [good.store.export_piece(table.name, 0, 65536) for table in good.tables]
+    return str(error.value), trainer.num_steps, rows, expected
+
+
+@pytest.mark.parametrize("bad_step", [0, 4, 9])
+@pytest.mark.parametrize(("size", "schedule"), [(1, "serial"), (1, "nested"), (1, "intra"), (2, "nested")])
+def test_rows_are_as_before_what_is_not_finite(device: str, size: int, schedule: str, bad_step: int) -> None:
+    for text, num_steps, rows, expected in on_ranks(size, stop_at_nan, schedule, bad_step, device=device):
+        assert f"step {bad_step}: a loss or a gradient is not finite" in text
+        assert num_steps == bad_step
+        for piece, wanted in zip(rows, expected, strict=True):
+            assert torch.equal(piece.keys, wanted.keys)
+            assert torch.equal(piece.records, wanted.records)
