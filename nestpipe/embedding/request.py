@@ -98,6 +98,7 @@ def make_request(
         batch = Batch({name: Jagged.from_lists([]) for name in features}, weight={})
     check_keys(features, batch)
     check_weights(batch)
+    check_inputs(batch)
     tables = [_distinct(table, features, batch, world_size, num_threads) for table in tables_of(features)]
     parts = _parts(tables, batch, num_micro_batches, clustering)
     splits = [_Split(table, parts) for table in tables]
@@ -118,6 +119,13 @@ def check_weights(batch: Batch) -> None:
     for name, weight in batch.weights.items():
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"the weight{f' of loss {name!r}' if name else ''} of a batch is {weight}, must be >= 0")
+
+
+def check_inputs(batch: Batch) -> None:
+    """Refuses what cannot be cut into micro-batches, and cannot go to a device."""
+    for name, value in batch.inputs.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"input {name!r} of a batch must be a torch.Tensor, got {type(value).__name__}")
 
 
 def check_keys(features: Mapping[str, Feature], batch: Batch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nestpipe.device.streams import default_device
 from nestpipe.pipelining.pipeline import SCHEDULES
 from nestpipe.train.config import (
     CheckpointSection,
@@ -128,13 +129,16 @@ def test_every_schedule_of_the_pipeline_is_a_choice(name: str) -> None:
     assert load_config(None, [f"pipeline.schedule={name}"]).pipeline.schedule == name
 
 
-def test_resolved_fills_threads_and_the_row_optimizer_and_nothing_else() -> None:
+def test_resolved_fills_threads_the_device_and_the_row_optimizer_and_nothing_else() -> None:
     config = Config(train=TrainSection(steps=5))
     filled = config.resolved(ranks_on_host=2, cores=7)
     rows = RowOptimizerSection("adagrad", 0.05, betas=(0.9, 0.999))
-    assert filled == replace(config, store=StoreSection(3), runtime=RuntimeSection(3), row_optimizer=rows)
+    runtime = RuntimeSection(3, default_device())
+    assert filled == replace(config, store=StoreSection(3), runtime=runtime, row_optimizer=rows)
     assert config.resolved(ranks_on_host=4, cores=2).store.num_threads == 1
-    own = Config(store=StoreSection(5), runtime=RuntimeSection(6), row_optimizer=replace(rows, kind="sgd", lr=1.0))
+    own = Config(
+        store=StoreSection(5), runtime=RuntimeSection(6, "cpu"), row_optimizer=replace(rows, kind="sgd", lr=1.0)
+    )
     assert own.resolved(ranks_on_host=1, cores=2) == own
 
 
