@@ -55,6 +55,11 @@ def test_import_direction(file: str) -> None:
     assert imported_parts(file) <= ALLOWED[part] | {part}
 
 
+def test_the_page_says_what_may_be_imported() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([`\w, ]*)\| ", (ROOT / "docs" / "architecture.md").read_text(), re.M)
+    assert {part: set(re.findall(r"\w+", named)) for part, named in rows} == {p: a for p, a in ALLOWED.items() if p}
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_no_relative_imports(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text())

@@ -1,8 +1,9 @@
 """`bench attention`: the blocked form of attention against the plain one, forward and backward.
 
 Memory: the growth of the process's resident memory at its peak, in a fresh process, after a first run on a short
-sequence has loaded what any run needs; inputs are there before, outputs and gradients count. Time: in pairs, both forms
-in one process. All lengths have the same number of tokens, in sequences of full length.
+sequence has loaded what any run needs; inputs are there before, outputs and gradients count. The median of several
+processes: where the C library finds room differs from one to the next. Time: in pairs, both forms in one process. All
+lengths have the same number of tokens, in sequences of full length.
 """
 
 import statistics
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
-from nestpipe.bench.pairs import compare
+from nestpipe.bench.pairs import compare, spread
 from nestpipe.bench.report import Record
 from nestpipe.ops.attention import fuxi_attention, hstu_attention
 from nestpipe.ops.sequences import BLOCK, NUM_TIME_BUCKETS, Sequences
@@ -22,6 +23,8 @@ NUM_TOKENS = 4096
 LENGTHS = (512, 1024, 2048)
 NUM_HEADS, DIM_QK, DIM_V = 4, 32, 32
 NUM_PAIRS = 15
+NUM_PROCESSES = 5
+"""in which memory is measured"""
 LARGEST_GAP_SECONDS = 100_000
 FORMS = ("blocked", "plain")
 OPS = {"hstu": hstu_attention, "fuxi": fuxi_attention}
@@ -42,11 +45,13 @@ def _records_of(method: str, lengths: tuple[int, ...], scale: int, num_pairs: in
     for length in lengths:
         times = _milliseconds(method, length // scale, num_tokens, num_pairs)
         for form in FORMS:
-            peak = in_fresh_process(_peak_bytes, method, form, length // scale, num_tokens)
-            per_token[form, length] = peak / num_tokens
+            work = (method, form, length // scale, num_tokens)
+            peaks = [in_fresh_process(_peak_bytes, *work) for _ in range(NUM_PROCESSES if scale == 1 else 1)]
+            peak = spread("peak_bytes_per_token", [peak / num_tokens for peak in peaks])
+            per_token[form, length] = peak["peak_bytes_per_token"]
             yield {
-                **_identity(method, form, length // scale, num_tokens, num_pairs),
-                "peak_bytes_per_token": per_token[form, length],
+                **_identity(*work, num_pairs),
+                **peak,
                 **(_growth(per_token, length) if form == "blocked" else {}),
                 **times[form],
             }

@@ -21,7 +21,8 @@ from nestpipe.embedding.request import make_request
 from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
-from nestpipe.pipelining.pipeline import MicroBatch, Pipeline, Step
+from nestpipe.pipelining.pipeline import Pipeline
+from nestpipe.pipelining.step import MicroBatch, Step
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.reducer import DenseReducer

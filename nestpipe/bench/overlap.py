@@ -22,7 +22,8 @@ from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel, World
 from nestpipe.embedding.row_optimizer import SGD
 from nestpipe.embedding.table import Feature, Pooled, Table
-from nestpipe.pipelining.pipeline import Pipeline, Step
+from nestpipe.pipelining.pipeline import Pipeline
+from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.trace import Trace
 from nestpipe.train.reducer import DenseReducer

@@ -1,5 +1,6 @@
 """How far a run is: a bar on a terminal, lines elsewhere."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,4 +74,4 @@ def _is_shown(name: str) -> bool:
 def _recent_loss(result: FitResult) -> float:
     """The mean of the last ten steps: single batches scatter."""
     recent = result.losses[-10:]
-    return sum(recent) / len(recent)
+    return sum(recent) / len(recent) if recent else math.nan  # a device tells them two steps late

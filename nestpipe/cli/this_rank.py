@@ -24,7 +24,10 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(ranks_here, os.cpu_count() or 1)
     assert config.runtime.device is not None
-    world = World.from_environment(config.distributed.timeout_seconds, config.runtime.device)
+    try:
+        world = World.from_environment(config.distributed.timeout_seconds, config.runtime.device)
+    except ValueError as error:
+        raise failed(error, 2) from None
     try:
         with world.watch.reporting():
             summary = work(config, world)
@@ -40,7 +43,8 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
 
 def failed(error: Exception, code: int, world: World | None = None) -> typer.Exit:
     rank = f"rank {world.rank}: " if world is not None and world.size > 1 else ""
-    where = f"{world.watch.where}: " if world is not None and not isinstance(error, RankError) else ""
+    says_where = isinstance(error, RankError | NonFiniteError)
+    where = f"{world.watch.where}: " if world is not None and not says_where else ""
     text = str(error) or type(error).__name__
     print(f"nestpipe: {rank}{'' if text.startswith(where) else where}{text}", file=sys.stderr, flush=True)
     for note in getattr(error, "__notes__", ()):

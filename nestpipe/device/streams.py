@@ -21,23 +21,31 @@ def default_device() -> str:
 
 def full_device(name: torch.device | str) -> torch.device:
     """With its number, as tensors say where they are: without one it is the current one. It must be there."""
-    device = torch.device(name)
+    device = _known(name)
     if not has_streams(device):
         return device
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != device.type:
+    if found is None or found.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        there = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of {found.type}"
         raise ValueError(
-            f"there is no {device.type} here; torch finds {found.type if found is not None else 'no'} device"
+            f"there is no {device} here, torch finds {there}; set runtime.device, or World's, to what there is"
         )
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def _known(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name!r} is no device that torch knows; cpu, cuda or cuda:1, for example") from error
+
+
 def device_of_rank(name: str | torch.device, local_rank: int) -> torch.device:
     """That of one of several processes on this machine: they share devices if there are more of them than devices."""
-    device = torch.device(name)
-    if has_streams(device) and device.index is None:
-        torch.accelerator.set_device_index(local_rank % max(1, torch.accelerator.device_count()))
-    return full_device(device)
+    device = full_device(name)
+    if has_streams(device) and _known(name).index is None:
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    return full_device(name)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -61,6 +69,12 @@ def finish(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+def finish_all(device: torch.device) -> None:
+    """This thread waits until all streams have done all they were given."""
+    if has_streams(device):
+        torch.accelerator.synchronize(device)
+
+
 def use_here(*tensors: Tensor | None) -> None:
     """Tensors made in another stream: their memory is not used again before this thread's stream is done with them."""
     for tensor in tensors:
@@ -69,16 +83,16 @@ def use_here(*tensors: Tensor | None) -> None:
 
 
 class Streams:
-    """One for each lane."""
+    """One for each lane, the same as long as the world lives: the memory of a stream is used again by that stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._of_lanes: dict[str, torch.Stream] = {}
 
     def of(self, lane: str) -> AbstractContextManager[object]:
         """What is enqueued within it, in this thread, goes to the lane's stream."""
-        if not has_streams(self._device):
+        if not has_streams(self.device):
             return nullcontext()
         if lane not in self._of_lanes:
-            self._of_lanes[lane] = torch.Stream(self._device)
+            self._of_lanes[lane] = torch.Stream(self.device)
         return self._of_lanes[lane]

@@ -25,7 +25,7 @@ class Channel:
     """
 
     def __init__(
-        self, name: str, watch: Watch, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+        self, name: str, watch: Watch, group: dist.ProcessGroup | None = None, streams: Streams | None = None
     ) -> None:
         self.name = name
         self.rank = watch.rank
@@ -33,7 +33,7 @@ class Channel:
         self.watch = watch
         self._group = group
         self._lane = Lane(name)
-        self._streams = Streams(device or torch.device("cpu"))
+        self._streams = streams or Streams(torch.device("cpu"))
         self._num_agreed = 0
 
     def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:

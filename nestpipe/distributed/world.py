@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from nestpipe.device.streams import device_of_rank, full_device
+from nestpipe.device.streams import Streams, device_of_rank, full_device
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.watch import Watch
 
@@ -38,6 +38,7 @@ class World:
         self.size = size
         self.device = full_device(device)
         """of the model and of the rows in training"""
+        self.streams = Streams(self.device)
         store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
         self.watch = Watch(rank, size, store, timeout_seconds)
         self.route = self._channel("route")
@@ -87,4 +88,4 @@ class World:
     def _channel(self, name: str) -> Channel:
         # The watch decides how long to wait, by the main thread's clock; gloo's own limit must not come first.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
-        return Channel(name, self.watch, group, self.device)
+        return Channel(name, self.watch, group, self.streams)

@@ -47,12 +47,25 @@ class SequenceEmbedding:
 
     def padded(self, length: int) -> Tensor:
         """[num_samples, length, dim]: the first `length` rows of each sample, zeros behind them."""
-        places = torch.arange(length, device=self.index.device)
+        if has_streams(self.index.device):
+            return self._scattered(length)
+        places = torch.arange(length)
         inside = places < self.lengths[:, None]
-        where = torch.where(inside, self.offsets[:-1, None] + places, len(self.index))
-        # Each value has one place, the zeros many: what is added up for them in backward is nobody's.
-        values = torch.cat([self.values, self.values.new_zeros(1, self.values.shape[1])])
-        return values.index_select(0, where.flatten()).view(*where.shape, -1)
+        where = torch.where(inside, self.offsets[:-1, None] + places, 0)
+        padding = len(self.rows)
+        index = torch.where(inside, self.index[where], padding) if len(self.index) else torch.full_like(where, padding)
+        return pool([Occurrences(index.flatten())], [self.rows]).view(*index.shape, -1)
+
+    def _scattered(self, length: int) -> Tensor:
+        """Each value to its place, so that backward has nothing to add up; what is too far back, behind all of them."""
+        num_samples, device = len(self.offsets) - 1, self.index.device
+        samples = torch.repeat_interleave(
+            torch.arange(num_samples, device=device), self.lengths, output_size=len(self.index)
+        )
+        places = torch.arange(len(self.index), device=device) - self.offsets.index_select(0, samples)
+        where = torch.where(places < length, samples * length + places, num_samples * length)
+        placed = self.values.new_zeros(num_samples * length + 1, self.rows.shape[1]).index_copy(0, where, self.values)
+        return placed[:-1].view(num_samples, length, -1)
 
 
 class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):

@@ -52,8 +52,15 @@ class RowOptimizer:
         lr = self.lr(step) if callable(self.lr) else self.lr
         if is_masked is None:
             self.update(rows, state, gradient, step, lr)
+        elif self._has_update_of_its_own():
+            RowOptimizer.update_on_device(self, rows, state, gradient, step, lr, is_masked)
         else:
             self.update_on_device(rows, state, gradient, step, lr, is_masked)
+
+    def _has_update_of_its_own(self) -> bool:
+        """A class derived from one of ours may say how rows change, and not say it again for a device."""
+        says = next(vars(kind) for kind in type(self).__mro__ if {"update", "update_on_device"} & vars(kind).keys())
+        return "update_on_device" not in says
 
 
 class SGD(RowOptimizer):

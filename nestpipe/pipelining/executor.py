@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 
-import torch
-
 from nestpipe.device.streams import Mark, Streams, mark, wait_for
 from nestpipe.distributed import Lane
 from nestpipe.distributed.watch import Watch
@@ -40,7 +38,7 @@ class Executor:
         actions: Mapping[str, Action],
         trace: Trace,
         watch: Watch,
-        device: torch.device,
+        streams: Streams,
     ) -> None:
         self._operations = operations
         self._actions = actions
@@ -48,8 +46,8 @@ class Executor:
         self._watch = watch
         self._head = next(operations)
         self._lanes: dict[str, Lane] = {}
-        self._device = device
-        self._streams = Streams(device)
+        self._device = streams.device
+        self._streams = streams
         self._pending: dict[Name, Future[Mark]] = {}
         self._failed: dict[str, BaseException] = {}
         self._is_abandoned = False
@@ -85,7 +83,7 @@ class Executor:
         errors: list[Exception] = []
         for name, pending in list(self._pending.items()):
             try:
-                self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE)
+                wait_for(self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE))
             except Exception as error:
                 errors.append(error)
         self._pending.clear()

@@ -122,6 +122,7 @@ class Stages:
         self._memory = BufferMemory(world.device), BufferMemory(world.device)
         self._num_steps_routed = 0
         self._has_ended = False
+        self._is_masked = False
         self.heard: dict[int, tuple[float, bool]] = {}
         """by number of a step on a device that has been written back: its loss, and whether it is masked"""
 
@@ -242,6 +243,8 @@ class Stages:
         if flight.report is not None:
             loss, is_masked = download(flight.report).tolist()
             flight.report, flight.is_masked = None, is_masked > 0
+            if flight.is_masked and not self._is_masked:  # the batch at fault; those after it are as good as before
+                self._is_masked = flight.is_refused = True
             self.heard[flight.step] = (loss, flight.is_masked)
 
     def _write_back_inherited(self, flight: Flight) -> None:
@@ -255,7 +258,7 @@ class Stages:
         for number in sorted(self._flights):
             flight = self._flights[number]
             if flight.step >= 0 and not flight.is_written:  # interrupted right after its update
-                self._write_back(flight, Flight(number + 1))
+                self._write_back(flight, self._flights.get(number + 1) or Flight(number + 1))
             elif flight.step < 0:
                 self._write_back_inherited(flight)
 

@@ -180,7 +180,7 @@ def _read(path: Path, name: str, manifest: dict[str, Any]) -> Any:
     file = path / name
     if _checksum(file) != manifest["checksums"].get(name):
         raise ValueError(f"{file} is damaged or of another save: its checksum is not that of the manifest")
-    return torch.load(file, weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)  # whatever device it was saved on
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

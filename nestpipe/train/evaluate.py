@@ -65,9 +65,10 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
             for part in reading:  # one, if this rank has samples
                 counts[0] += part.num_samples
                 assert isinstance(batch, Batch)
-                with channel.watch.busy(), trainer.precision():
-                    sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
-                    outputs = {method: getattr(model, method)(part.embeddings, part.inputs) for method in methods}
+                with channel.watch.busy():
+                    with trainer.precision():
+                        sums = loss_sums(model(part.embeddings, part.inputs), reading.weights)
+                        outputs = {method: getattr(model, method)(part.embeddings, part.inputs) for method in methods}
                     for metric in metrics:
                         metric.update(outputs[metric.method].cpu(), batch.inputs, batch.keys)
                 _add(totals, {name: (float(value), 0.0) for name, value in sums.items()})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nestpipe.device.streams import Mark, has_streams, use_here, wait_for
 from nestpipe.distributed.world import World
 from nestpipe.pipelining.finite import NonFiniteError, are_finite, finite
-from nestpipe.pipelining.pipeline import Step
+from nestpipe.pipelining.step import Step
 
 
 class DenseReducer:

@@ -31,7 +31,8 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """What the model's `predict` returns for this batch."""
-        reading = read_batch(self.features, batch, self.store, self._channel)
+        device = next((parameter.device for parameter in self.model.parameters()), None)
+        reading = read_batch(self.features, batch, self.store, self._channel, device=device)
         assert reading is not None
         parts = [self.model.predict(part.embeddings, part.inputs) for part in reading]  # type: ignore[operator]
         return torch.cat(parts) if parts else torch.empty(0)

@@ -16,8 +16,9 @@ from nestpipe.device.streams import has_streams
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.finite import squared_norm
-from nestpipe.pipelining.pipeline import Pipeline, Step, make_store
+from nestpipe.pipelining.pipeline import Pipeline, make_store
 from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.check_split import SplitCheck
 from nestpipe.train.checkpoint import load, save
@@ -93,7 +94,8 @@ class Trainer:
         _check_device(model, self.world.device)
         self.autocast = autocast
         self._forward = torch.compile(model, dynamic=True) if compiled else model
-        self._is_compiled = compiled
+        self._is_compiling = compiled or has_streams(self.world.device)
+        """in the first step of this process: it may take minutes"""
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.seed = seed
@@ -259,12 +261,14 @@ class Trainer:
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro_batch in step:
-            with self.precision(), self.world.busy() if self._is_compiling(step) else nullcontext():
-                sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
-            loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
-            with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
-                loss.backward()
+            with self.world.busy() if self._is_compiling else nullcontext():
+                with self.precision():
+                    sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
+                loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
+                with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
+                    loss.backward()
             total += loss.detach().double()
+        self._is_compiling = False
         self.reducer.finish(step, total)
         scale = self._clip(step)
         self.optimizer.step()
@@ -279,18 +283,16 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=self.autocast)
 
-    def _is_compiling(self, step: Step) -> bool:
-        """The first step may take minutes."""
-        return self._is_compiled and step.number == 0
-
     def _clip(self, step: Step) -> float | Tensor:
         """Scales the reduced dense gradients down to clip_norm; returns by what."""
         if self.clip_norm is None:
             return 1.0
         # Each rank has other rows; the dense gradients are the same on all.
-        squared = step.squared_gradient_norm() if self.clip_rows else squared_norm((), self.world.device)
-        with step.trace.span("reduce"):
-            self.world.dense.all_reduce_sum(squared)
+        squared = squared_norm((), self.world.device)
+        if self.clip_rows:
+            squared = step.squared_gradient_norm()
+            with step.trace.span("reduce"):
+                self.world.dense.all_reduce_sum(squared)
         gradients = [p.grad for p in self.reducer.parameters if p.grad is not None]
         norm = (squared + squared_norm(gradients, self.world.device)).sqrt()
         scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -193,3 +193,9 @@ def test_ranks_end_with_their_parent() -> None:
     while time.monotonic() < deadline and any(Path(f"/proc/{rank}").exists() for rank in ranks):
         time.sleep(0.1)
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_a_device_that_nobody_knows() -> None:
+    text = train(settings=("runtime.device=gpu",), expected=2)
+    assert "nestpipe: 'gpu' is no device that torch knows" in text
+    assert "Traceback" not in text

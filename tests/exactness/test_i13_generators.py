@@ -68,7 +68,7 @@ def test_a_reader_needs_a_generator_of_its_own(schedule: str, size: int) -> None
 
 
 def test_masks_differ_between_micro_batches_and_ranks() -> None:
-    from nestpipe.pipelining.pipeline import seed_generators
+    from nestpipe.pipelining.step import seed_generators
 
     masks = set()
     for purpose in ((3, 0, 0, 0), (3, 0, 0, 1), (3, 0, 1, 0), (3, 1, 0, 0), (4, 0, 0, 0)):

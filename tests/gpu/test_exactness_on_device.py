@@ -5,12 +5,15 @@ programs happen to run.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from nestpipe import NonFiniteError, World
 from nestpipe.data import Batch
+from nestpipe.embedding.row_optimizer import SGD
+from nestpipe.train.trainer import FitResult, Trainer
 from tests.exactness.cases import OPTIMIZERS, Case, global_batches, make_trainer, on_ranks, share_of, train
 from tests.exactness.test_e1_bit_identical import digests, train_some
 
@@ -75,3 +78,64 @@ def test_rows_are_as_before_what_is_not_finite(device: str, size: int, schedule:
         for piece, wanted in zip(rows, expected, strict=True):
             assert torch.equal(piece.keys, wanted.keys)
             assert torch.equal(piece.records, wanted.records)
+            assert torch.equal(piece.steps, wanted.steps)
+
+
+def bad_run(world: World) -> Trainer:
+    trainer = make_trainer(world, Case("adagrad", "shared", 2, steps=10, schedule="nested"))
+    trainer.check_split = False
+    return trainer
+
+
+def bad_batches(bad_step: int) -> list[Batch]:
+    batches = global_batches(8)
+    bad = batches[bad_step]
+    batches[bad_step] = Batch(bad.keys, {"label": bad.inputs["label"] * float("nan")}, bad.weight)
+    return batches
+
+
+def test_what_is_not_finite_is_not_saved(device: str, tmp_path: Path) -> None:
+    """Fails if flush does not hear what the device has found out."""
+    trainer = bad_run(World(device=device))
+    with pytest.raises(NonFiniteError, match="step 3: a loss or a gradient is not finite"):
+        trainer.fit(bad_batches(3), after_step=lambda _: trainer.save(tmp_path / "save"))
+    loaded = bad_run(World(device=device))
+    loaded.load(tmp_path / "save")
+    assert loaded.num_steps == trainer.num_steps == 3
+    assert all(bool(value.isfinite().all()) for value in loaded.model.state_dict().values())
+
+
+def test_another_error_after_what_is_not_finite(device: str) -> None:
+    """The steps that did not count are not counted. Fails if Pipeline._end does not hear."""
+    trainer = bad_run(World(device=device))
+
+    def fail(result: FitResult) -> None:
+        if trainer.num_steps == 5:
+            raise KeyError("no such layer")
+
+    with pytest.raises(KeyError) as error:
+        trainer.fit(bad_batches(4), after_step=fail)
+    assert trainer.num_steps == 4
+    assert any("step 4: a loss or a gradient is not finite" in note for note in error.value.__notes__)
+
+
+def test_the_batch_at_fault_does_not_come_again(device: str) -> None:
+    trainer, batches = bad_run(World(device=device)), iter(bad_batches(3))
+    with pytest.raises(NonFiniteError):
+        trainer.fit(batches, steps=4)
+    assert [len(batch) for batch in trainer._source_of(batches)] == [24] * 4
+
+
+class Doubled(SGD):
+    def update(self, rows, state, gradient, step, lr) -> None:
+        rows.sub_(gradient, alpha=2 * lr)
+
+
+def test_an_update_of_its_own(device: str) -> None:
+    """A class derived from SGD that says only how rows change in host memory. Fails if the kernel of SGD runs instead."""
+    rows, gradient = torch.ones(3, 4, device=device), torch.ones(3, 4, device=device)
+    state, is_masked = torch.empty(3, 0, device=device), torch.zeros((), dtype=torch.bool, device=device)
+    Doubled(0.25).apply(rows, state, gradient, 1, is_masked)
+    assert rows.unique().tolist() == [0.5]
+    Doubled(0.25).apply(rows, state, gradient, 2, ~is_masked)
+    assert rows.unique().tolist() == [0.5]

@@ -176,7 +176,8 @@ def test_choices_of_tables() -> None:
         ("train.step=3", "unknown key train.step of --set; did you mean train.steps?"),
         (
             "train.a.b=3",
-            "unknown key train.a.b of --set; the keys of train are steps, seed, batch_size, deterministic, precision, compiled",
+            "unknown key train.a.b of --set; the keys of train are steps, seed, batch_size, deterministic, precision, "
+            "compiled",
         ),
         ("train.steps=many", 'train.steps of --set is "many" (a string), must be an integer'),
         ("train.steps=", 'train.steps of --set is "" (a string), must be an integer'),

@@ -1,0 +1,45 @@
+"""Devices by name, and what streams are where there are none."""
+
+import pytest
+import torch
+
+from nestpipe import World
+from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, mark, use_here, wait_for
+from nestpipe.device.transfer import download, upload, uploaded
+from nestpipe.embedding.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def test_a_device_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match="'gpu' is no device that torch knows; cpu, cuda or cuda:1, for example"):
+        World(device="gpu")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one; runs where there is none")
+@pytest.mark.parametrize("make", [full_device, lambda name: device_of_rank(name, 1)])
+def test_a_device_that_is_not_there(make) -> None:
+    with pytest.raises(ValueError, match="there is no cuda here, torch finds no accelerator; set runtime.device"):
+        make("cuda")
+
+
+def test_the_default_is_there() -> None:
+    assert full_device(default_device()).type == default_device()
+
+
+def test_a_cpu_has_no_streams() -> None:
+    moment = mark(CPU)
+    assert moment is None
+    wait_for(moment)
+    use_here(torch.zeros(2), None)
+    with Streams(CPU).of("rows"):
+        assert torch.zeros(2).device == CPU
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    """Fails if upload copies tensors that are on the device."""
+    tensor = torch.arange(5)
+    assert upload([tensor], CPU)(tensor) is tensor
+    assert download(tensor) is tensor
+    plan = Plan([tensor, None], [None, tensor])
+    assert uploaded(plan, CPU) is plan
