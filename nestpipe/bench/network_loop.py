@@ -22,8 +22,8 @@ from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.pipelining.pipeline import Pipeline
-from nestpipe.pipelining.step import MicroBatch, Step
 from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.pipelining.step import MicroBatch, Step
 from nestpipe.pipelining.trace import Span, StepTimes, Trace
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.summary import step_value

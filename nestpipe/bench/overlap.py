@@ -23,8 +23,8 @@ from nestpipe.distributed import Channel, World
 from nestpipe.embedding.row_optimizer import SGD
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline
-from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.summary import step_value

@@ -188,7 +188,7 @@ class Pipeline:
     def _hear(self, last: int | None = None) -> None:
         """What the device has found out about the steps that were written back, up to this one."""
         heard = self.stages.heard
-        for number in sorted(list(heard)):  # a lane may add to it meanwhile
+        for number in sorted(heard):  # a copy: a lane may add to it meanwhile
             if self._failed_step is not None or (last is not None and number > last):
                 return
             loss, is_masked = heard.pop(number)

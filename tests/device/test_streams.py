@@ -19,7 +19,7 @@ def test_a_device_that_nobody_knows() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one; runs where there is none")
 @pytest.mark.parametrize("make", [full_device, lambda name: device_of_rank(name, 1)])
 def test_a_device_that_is_not_there(make) -> None:
-    with pytest.raises(ValueError, match="there is no cuda here, torch finds no accelerator; set runtime.device"):
+    with pytest.raises(ValueError, match=r"there is no cuda here, torch finds no accelerator; set runtime\.device"):
         make("cuda")
 
 

@@ -132,7 +132,7 @@ class Doubled(SGD):
 
 
 def test_an_update_of_its_own(device: str) -> None:
-    """A class derived from SGD that says only how rows change in host memory. Fails if the kernel of SGD runs instead."""
+    """A class derived from SGD says only how rows change in host memory. Fails if the kernel of SGD runs instead."""
     rows, gradient = torch.ones(3, 4, device=device), torch.ones(3, 4, device=device)
     state, is_masked = torch.empty(3, 0, device=device), torch.zeros((), dtype=torch.bool, device=device)
     Doubled(0.25).apply(rows, state, gradient, 1, is_masked)

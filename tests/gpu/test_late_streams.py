@@ -1,8 +1,8 @@
 """I11 and the marks: streams that are late, each at random, change nothing.
 
-Kernels of a test are done before another thread has turned round; so here every operation of a lane first has its stream
-sleep. Fails if Executor._run does not wait for the marks it depends on, if Executor.drain forgets them, if Executor.wait
-passes over a mark because its thread is done, or if begin_sum does not wait for the gradients.
+Kernels of a test are done before another thread has turned round; so here every operation of a lane first has its
+stream sleep. Fails if Executor._run does not wait for the marks it depends on, if Executor.drain forgets them, if
+Executor.wait passes over a mark because its thread is done, or if begin_sum does not wait for the gradients.
 """
 
 import random
