@@ -118,7 +118,7 @@ class Step:
             self._flight.is_torn = False
         self.is_applied = True
         self._pipeline.num_applied += 1
-        self.trace.enter("")
+        self.trace.enter("other")
         self._pipeline.executor.step_over()
         self._pipeline.executor.play_through("write_back")
         self._count_bytes()
