@@ -45,6 +45,8 @@ def _run(
     _check_writable(path, "--json")
     try:
         targets = load_targets(name) if check else []
+        if check and not targets:
+            raise typer.BadParameter(f"there are no targets for {name} to check")
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()

@@ -143,7 +143,7 @@ class Step:
 
     def gradients_are_finite(self) -> bool:
         """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
-        return all(are_finite(gradient) for gradient in self._gradients if gradient is not None)
+        return all(are_finite(gradient) for gradient in self.gradients())
 
     def gradients(self) -> list[Tensor]:
         """Of the rows this rank owns and trains, by table, over the global batch. Call it after the last one."""

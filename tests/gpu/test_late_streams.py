@@ -1,8 +1,8 @@
 """I11 and the marks: streams that are late, each at random, change nothing.
 
 Kernels of a test are done before another thread has turned round; so here every operation of a lane first has its
-stream sleep. Fails if Executor._run does not wait for the marks it depends on, if Executor.drain forgets them, if
-Executor.wait passes over a mark because its thread is done, or if begin_sum does not wait for the gradients.
+stream sleep. Fails if Executor._run does not wait for the marks it depends on, if Executor.drain forgets them, or if
+Executor.wait passes over a mark because its thread is done. Memory that is used again too early is not provoked.
 """
 
 import random
@@ -51,8 +51,10 @@ def digests(world: World, schedule: str, flushes: bool) -> list[str]:
                 patch.setattr(pipeline, "Executor", LateExecutor)
                 original = Channel.all_reduce_sum
 
-                def slow_sum(self: Channel, values, original=original) -> None:
-                    sleep(random.Random(2))
+                draws = random.Random(2)
+
+                def slow_sum(self: Channel, values, original=original, draws=draws) -> None:
+                    sleep(draws)
                     original(self, values)
 
                 patch.setattr(Channel, "all_reduce_sum", slow_sum)
@@ -67,6 +69,6 @@ def digests(world: World, schedule: str, flushes: bool) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_late_streams(device: str, size: int, schedule: str, flushes: bool) -> None:
     if device != "cuda":
-        pytest.skip("sleeps are CUDA's")
+        pytest.skip("only CUDA's streams can be told to sleep; runs on a machine with CUDA")
     for serial, late in on_ranks(size, digests, schedule, flushes, device=device):
         assert late == serial

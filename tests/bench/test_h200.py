@@ -1,0 +1,55 @@
+"""What `bench h200` measures on, which needs no accelerator; its measurements do."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nestpipe.bench.h200_data import Repeating, Shape, make_batches
+from nestpipe.bench.h200_one_rank import spread_keys
+from nestpipe.bench.targets import load_targets
+from nestpipe.cli.bench import app
+from nestpipe.data.batch import Batch
+
+SHAPE = Shape(batch_size=8, length=16, num_negatives=4, num_distinct=100, overlap=0.3, num_batches=3)
+
+
+def keys_of(batch: Batch) -> set[int]:
+    return {key for of in batch.keys.values() for key in of.values.tolist()}
+
+
+def test_distinct_and_shared_keys_are_as_many_as_asked_for() -> None:
+    """Fails if a batch draws its shared keys from itself, or not all distinct keys occur."""
+    batches = make_batches(SHAPE, num_keys=1000)
+    spread_keys(batches, 20)
+    for number, batch in enumerate(batches):
+        assert len(keys_of(batch)) == 100
+        assert len(keys_of(batch) & keys_of(batches[number - 1])) == 30
+        assert [len(of.values) for of in batch.keys.values()] == [8 * 16, 8, 8 * 4]
+        assert max(keys_of(batch)) < 20_000
+        assert all(key % 20 == 0 for key in keys_of(batch))
+    reading = Repeating(batches)
+    assert [next(reading) is batches[i % 3] for i in range(7)] == [True] * 7
+
+
+def test_too_few_keys() -> None:
+    with pytest.raises(ValueError, match="150 keys are too few for 3 batches of 70 new ones each"):
+        make_batches(SHAPE, num_keys=150)
+
+
+def test_an_unknown_part(tmp_path) -> None:
+    done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
+    assert done.exit_code == 2
+    assert "must be one of one-rank, stages" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator; runs where there is none")
+def test_refused_without_an_accelerator(tmp_path) -> None:
+    done = CliRunner().invoke(app, ["h200", "--part", "stages", "--json", str(tmp_path / "x.json"), "--quick"])
+    assert done.exit_code == 2
+    assert "needs an accelerator" in " ".join(done.output.replace("│", " ").split())
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("part", ["one-rank", "stages"])
+def test_each_part_can_miss_a_target(part: str) -> None:
+    assert len(load_targets(f"h200-{part}")) >= 3
