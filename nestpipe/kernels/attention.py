@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from nestpipe.kernels.attention_backward import keys_kernel, positions_kernel, queries_kernel, tiles_kernel
 from nestpipe.kernels.attention_forward import buckets_kernel, forward_kernel
 from nestpipe.kernels.attention_tiles import LARGEST_DIM, SIZES, Tiles
+from nestpipe.kernels.launch import launch
 
 SMALLEST_DOT = 16
 """columns that a product of tiles needs"""
@@ -48,17 +49,9 @@ def time_buckets(tiles: Tiles, times: Tensor, bounds: Tensor) -> Tensor:
     """As Tiles.buckets; see there."""
     buckets = torch.empty(tiles.num_tiles, tiles.size, tiles.size, dtype=torch.uint8, device=times.device)
     if tiles.num_tiles > 0:
-        with torch.cuda.device_of(times):
-            buckets_kernel[(tiles.num_tiles,)](
-                buckets,
-                times.to(torch.int64).contiguous(),
-                bounds,
-                tiles.blocks,
-                tiles.pairs,
-                tiles.max_length,
-                NUM_BOUNDS=len(bounds),
-                SIZE=tiles.size,
-            )
+        arrays = buckets, times.to(torch.int64).contiguous(), bounds, tiles.blocks, tiles.pairs
+        constants = {"NUM_BOUNDS": len(bounds), "SIZE": tiles.size}
+        launch(buckets_kernel, tiles.num_tiles, *arrays, tiles.max_length, **constants)
     return buckets
 
 
@@ -68,33 +61,33 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles: Tiles, three: bool
     ) -> Tensor:
         q, k, v = (_side_by_side(x) for x in (q, k, v))
-        w_pos, w_ts = F.pad(w_pos, (tiles.size, tiles.size)), w_ts.contiguous()
-        ctx.save_for_backward(q, k, v, w_pos, w_ts)
+        work = Attention(q, k, v, w_pos, w_ts, tiles, three)
+        ctx.save_for_backward(q, k, v, work.w_pos, work.w_ts)
         ctx.tiles, ctx.three = tiles, three
-        out = v.new_empty(*v.shape[:2], v.shape[2] * (3 if three else 1))
-        if tiles.num_blocks > 0:
-            with torch.cuda.device_of(q):
-                forward_kernel[(tiles.num_blocks * q.shape[1],)](
-                    q, k, v, out, w_pos, w_ts, tiles.buckets, tiles.blocks, **_options(q, k, v, out, tiles, three)
-                )
-        return out
+        return work.forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, w_pos, w_ts = ctx.saved_tensors
-        tiles, three, needs = ctx.tiles, ctx.three, ctx.needs_input_grad
+        needs = ctx.needs_input_grad
+        work = Attention(q, k, v, w_pos, w_ts, ctx.tiles, ctx.three, is_padded=True)
         d_out = _side_by_side(d_out)
-        with torch.cuda.device_of(q):
-            launch = _Backward(q, k, v, w_pos, w_ts, d_out, tiles, three)
-            d_q = launch.of_queries() if needs[0] else None
-            d_k, d_v = launch.of_keys() if needs[1] or needs[2] else (None, None)
-            d_pos, d_ts = launch.of_weights() if needs[3] or needs[4] else (None, None)
+        d_q, d_k, d_v, d_pos, d_ts = (None,) * 5
+        if needs[0]:
+            d_q = q.new_empty(q.shape)
+            work.of_queries(d_out, d_q)
+        if needs[1] or needs[2]:
+            d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+            work.of_keys(d_out, d_k, d_v)
+        if needs[3] or needs[4]:
+            d_pos, d_ts = work.of_weights(d_out)
         return d_q, d_k, d_v, d_pos, d_ts, None, None
 
 
-class _Backward:
-    """The launches of one backward."""
+class Attention:
+    """The launches of one attention, forward and backward. q, k, v, and what has their shape, may be part of wider
+    arrays of tokens; the heads of a gradient stand side by side."""
 
     def __init__(
         self,
@@ -103,66 +96,88 @@ class _Backward:
         v: Tensor,
         w_pos: Tensor,
         w_ts: Tensor,
-        d_out: Tensor,
         tiles: Tiles,
         three: bool,
+        is_padded: bool = False,
     ) -> None:
-        self.inputs = q, k, v, d_out
-        self.weights = w_pos, w_ts
+        self.inputs = q, k, v
+        self.w_pos = w_pos if is_padded else F.pad(w_pos, (tiles.size, tiles.size))
+        self.w_ts = w_ts.contiguous()
         self.tiles = tiles
-        self.options = _options(q, k, v, d_out, tiles, three)
+        self.three = three
         self.num_programs = tiles.num_blocks * q.shape[1]
+        self.constants = _constants(q, v, tiles, three)
+        self.numbers = {"num_heads": q.shape[1], "max_length": tiles.max_length}
 
-    def of_queries(self) -> Tensor:
-        d_q = _empty(self.inputs[0])
-        if self.num_programs > 0:
-            queries_kernel[(self.num_programs,)](*self.inputs, d_q, *self._shared(), **self.options)
-        return d_q
+    def forward(self) -> Tensor:
+        q, k, v = self.inputs
+        out = v.new_empty(*v.shape[:2], v.shape[2] * (3 if self.three else 1))
+        self._launch(forward_kernel, out, out)
+        return out
 
-    def of_keys(self) -> tuple[Tensor, Tensor]:
-        d_k, d_v = _empty(self.inputs[1]), _empty(self.inputs[2])
-        if self.num_programs > 0:
-            keys_kernel[(self.num_programs,)](*self.inputs, d_k, d_v, *self._shared(), **self.options)
-        return d_k, d_v
+    def of_queries(self, d_out: Tensor, d_q: Tensor) -> None:
+        self._launch(queries_kernel, d_out, d_out, d_q, d_q_token=d_q.stride(0))
 
-    def of_weights(self) -> tuple[Tensor, Tensor]:
-        tiles, (w_pos, w_ts) = self.tiles, self.weights
-        d_pos = w_pos.new_zeros(2 * tiles.max_length - 1)
+    def of_keys(self, d_out: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+        self._launch(keys_kernel, d_out, d_out, d_k, d_v, d_k_token=d_k.stride(0), d_v_token=d_v.stride(0))
+
+    def of_weights(self, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = self.tiles
+        d_pos = self.w_pos.new_zeros(2 * tiles.max_length - 1)
         if tiles.num_tiles == 0:
-            return d_pos, torch.zeros_like(w_ts)
-        by_diagonal = w_pos.new_empty(tiles.num_tiles, 2 * tiles.size)
-        by_bucket = w_ts.new_empty(tiles.num_tiles, len(w_ts))
-        tiles_kernel[(tiles.num_tiles,)](
-            *self.inputs, by_diagonal, by_bucket, *self._shared(), tiles.pairs, **self.options, NUM_BUCKETS=len(w_ts)
+            return d_pos, torch.zeros_like(self.w_ts)
+        by_diagonal = self.w_pos.new_empty(tiles.num_tiles, 2 * tiles.size)
+        by_bucket = self.w_ts.new_empty(tiles.num_tiles, len(self.w_ts))
+        arrays = *self.inputs, d_out, by_diagonal, by_bucket, *self._shared(), tiles.pairs
+        launch(
+            tiles_kernel,
+            tiles.num_tiles,
+            *arrays,
+            **self._strides(d_out),
+            **self.numbers,
+            **self.constants,
+            NUM_BUCKETS=len(self.w_ts),
         )
-        positions_kernel[(tiles.most_blocks,)](
-            d_pos, by_diagonal, tiles.starts, tiles.max_length, ROWS=PAIRS_AT_A_TIME, SIZE=tiles.size
-        )
+        constants = {"ROWS": PAIRS_AT_A_TIME, "SIZE": tiles.size}
+        launch(positions_kernel, tiles.most_blocks, d_pos, by_diagonal, tiles.starts, tiles.max_length, **constants)
         return d_pos, by_bucket.sum(0)
 
+    def _launch(self, kernel: Any, out: Tensor, *arrays: Tensor, **strides: int) -> None:
+        if self.num_programs > 0:
+            arrays = *self.inputs, *arrays, *self._shared()
+            numbers = self._strides(out) | strides | self.numbers
+            launch(kernel, self.num_programs, *arrays, **numbers, **self.constants)
+
     def _shared(self) -> tuple[Tensor, ...]:
-        return *self.weights, self.tiles.buckets, self.tiles.blocks
+        return self.w_pos, self.w_ts, self.tiles.buckets, self.tiles.blocks
+
+    def _strides(self, out: Tensor) -> dict[str, int]:
+        (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = (x.stride() for x in self.inputs)
+        out_token, out_head, _ = out.stride()
+        return {
+            "q_token": q_token,
+            "q_head": q_head,
+            "k_token": k_token,
+            "k_head": k_head,
+            "v_token": v_token,
+            "v_head": v_head,
+            "out_token": out_token,
+            "out_head": out_head,
+        }
 
 
-def _options(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Tiles, three: bool) -> dict[str, Any]:
-    """What all kernels take by name. Chosen by dims and dtype alone, never by trying: another choice has other bits."""
-    strides = {
-        f"{name}_{what}": x.stride(dim)
-        for name, x in (("q", q), ("k", k), ("v", v), ("out", out))
-        for dim, what in enumerate(("token", "head"))
-    }
-    pads = [max(SMALLEST_DOT, triton.next_power_of_2(x.shape[2])) for x in (q, v)]
-    return strides | {
-        "num_heads": q.shape[1],
-        "max_length": tiles.max_length,
+def _constants(q: Tensor, v: Tensor, tiles: Tiles, three: bool) -> dict[str, Any]:
+    """Chosen by dims and dtype alone, never by trying: another choice has other bits."""
+    pad_qk, pad_v = (max(SMALLEST_DOT, triton.next_power_of_2(x.shape[2])) for x in (q, v))
+    return {
         "DIM_QK": q.shape[2],
         "DIM_V": v.shape[2],
-        "PAD_QK": pads[0],
-        "PAD_V": pads[1],
+        "PAD_QK": pad_qk,
+        "PAD_V": pad_v,
         "SIZE": tiles.size,
         "THREE": three,
         "PRECISION": "ieee",  # of products of float32, or they would be rounded to tf32
-        "num_warps": 4 if q.dtype == torch.bfloat16 and max(pads) <= 64 and not three else 8,
+        "num_warps": 4 if q.dtype == torch.bfloat16 and max(pad_qk, pad_v) <= 64 and not three else 8,
         "num_stages": 2,
     }
 
@@ -170,7 +185,3 @@ def _options(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Tiles, three: 
 def _side_by_side(x: Tensor) -> Tensor:
     """The elements of a head; tokens and heads may lie anywhere."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
-
-
-def _empty(like: Tensor) -> Tensor:
-    return like.new_empty(like.shape)

@@ -34,6 +34,7 @@ def queries_kernel(
     v_head,
     out_token,
     out_head,
+    d_q_token,
     num_heads,
     max_length,
     DIM_QK: tl.constexpr,
@@ -66,8 +67,8 @@ def queries_kernel(
         d_scores = tl.dot(of_out, tl.trans(of_v), input_precision=PRECISION) * slope
         d_scores = tl.where(tl.trans(is_seen(number, key_number, SIZE)), d_scores, 0.0)
         total = tl.dot(d_scores.to(of_k.dtype), of_k, total, input_precision=PRECISION)
-    of_d_q = d_q + (first * num_heads + head) * DIM_QK
-    store_tokens(of_d_q, num_heads * DIM_QK, total / max_length, number, length, DIM_QK, PAD_QK, SIZE)
+    of_d_q = d_q + first * d_q_token + head * DIM_QK
+    store_tokens(of_d_q, d_q_token, total / max_length, number, length, DIM_QK, PAD_QK, SIZE)
 
 
 @triton.jit
@@ -90,6 +91,8 @@ def keys_kernel(
     v_head,
     out_token,
     out_head,
+    d_k_token,
+    d_v_token,
     num_heads,
     max_length,
     DIM_QK: tl.constexpr,
@@ -132,10 +135,10 @@ def keys_kernel(
         d_scores = tl.dot(of_v, tl.trans(of_out), input_precision=PRECISION) * slope
         d_scores = tl.where(seen, d_scores, 0.0)
         total_k = tl.dot(d_scores.to(of_q.dtype), of_q, total_k, input_precision=PRECISION)
-    of_d_k, of_d_v = d_k + (first * num_heads + head) * DIM_QK, d_v + (first * num_heads + head) * DIM_V
-    store_tokens(of_d_k, num_heads * DIM_QK, total_k / max_length, number, length, DIM_QK, PAD_QK, SIZE)
+    of_d_k, of_d_v = d_k + first * d_k_token + head * DIM_QK, d_v + first * d_v_token + head * DIM_V
+    store_tokens(of_d_k, d_k_token, total_k / max_length, number, length, DIM_QK, PAD_QK, SIZE)
     total_v = by_score / max_length + by_bias if THREE else by_score / max_length
-    store_tokens(of_d_v, num_heads * DIM_V, total_v, number, length, DIM_V, PAD_V, SIZE)
+    store_tokens(of_d_v, d_v_token, total_v, number, length, DIM_V, PAD_V, SIZE)
 
 
 @triton.jit

@@ -5,13 +5,13 @@ kernels are compiled without fused multiply-add: so a row's bits do not depend o
 """
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nestpipe.kernels import launch as launches
 
 MOST_COLUMNS = 128
 _VECTOR_BYTES = 16
@@ -64,7 +64,5 @@ def vector(width: int, *arrays: Tensor) -> int:
 
 
 def launch(kernel: Any, num_programs: int, *arguments: Any, **constants: int | None) -> None:
-    """On the device of the first argument in device memory, on its current stream; without any, in the interpreter."""
-    on_device = [argument for argument in arguments if isinstance(argument, Tensor) and argument.is_cuda]
-    with torch.cuda.device(on_device[0].device) if on_device else nullcontext():
-        kernel[(num_programs,)](*arguments, **constants, **_OPTIONS)
+    """As nestpipe/kernels/launch.py does."""
+    launches.launch(kernel, num_programs, *arguments, **constants, **_OPTIONS)

@@ -4,14 +4,13 @@ nestpipe/models/sequence.py says which features and inputs it needs.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.models.sequence import NextItemModel, linear, normal
-from nestpipe.ops.attention import check_form, hstu_attention
+from nestpipe.ops.attention import check_form
+from nestpipe.ops.hstu import HSTUWeights, hstu_layer
 from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
 
-EPS = 1e-6
 STD = 0.02
 
 
@@ -54,19 +53,15 @@ class HSTULayer(nn.Module):
         super().__init__()
         check_form(attention)
         self.num_heads = num_heads
+        self.dim_v = dim_v
         self.attention = attention
-        self.widths = [num_heads * dim_v, num_heads * dim_v, num_heads * dim_qk, num_heads * dim_qk]
-        self.w_uvqk = normal((dim, sum(self.widths)), STD, generator)
+        self.w_uvqk = normal((dim, 2 * num_heads * (dim_v + dim_qk)), STD, generator)
         self.w_pos = normal((2 * max_length - 1,), STD, generator)
         self.w_ts = normal((NUM_TIME_BUCKETS,), STD, generator)
         self.dropout = nn.Dropout(dropout)
         self.out = linear(num_heads * dim_v, dim, generator, bias=True)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        z = F.silu(F.layer_norm(x, x.shape[1:], eps=EPS) @ self.w_uvqk)
-        u, v, q, k = z.split(self.widths, dim=1)
-        q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
-        attended = hstu_attention(q, k, v, self.w_pos, self.w_ts, sequences, self.attention).flatten(1)
-        y = u * F.layer_norm(attended, attended.shape[1:], eps=EPS)
-        out: Tensor = x + self.out(self.dropout(y))
-        return out
+        weights = HSTUWeights(self.w_uvqk, self.w_pos, self.w_ts, self.out.weight, self.out.bias)
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        return hstu_layer(x, weights, sequences, self.num_heads, self.dim_v, dropout, self.attention)

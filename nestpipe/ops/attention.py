@@ -28,10 +28,10 @@ def hstu_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
     """[num_tokens, heads, dim_v]: the sum of silu(q_i k_j + b_pos + b_ts) / max_length * v_j over j <= i."""
-    _check(w_pos, sequences, form)
+    check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
-    if _takes_kernels(q, v, form):
+    if takes_kernels(q.device, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention import hstu_attention_kernel  # imports Triton
 
         return hstu_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
@@ -43,10 +43,10 @@ def fuxi_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
     """[num_tokens, heads, 3 * dim_v]: sums over j <= i of b_pos v_j, b_ts v_j, silu(q_i k_j) / max_length * v_j."""
-    _check(w_pos, sequences, form)
+    check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
-    if _takes_kernels(q, v, form):
+    if takes_kernels(q.device, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention import fuxi_attention_kernel  # imports Triton
 
         return fuxi_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
@@ -54,16 +54,18 @@ def fuxi_attention(
     return out
 
 
-def _takes_kernels(q: Tensor, v: Tensor, form: str) -> bool:
-    can_take = q.dtype in SIZES and max(q.shape[2], v.shape[2]) <= LARGEST_DIM
+def takes_kernels(device: torch.device, dtype: torch.dtype, dim_qk: int, dim_v: int, form: str) -> bool:
+    if form == "plain":
+        return False
+    can_take = dtype in SIZES and max(dim_qk, dim_v) <= LARGEST_DIM
     if form != "kernel":
-        return can_take and q.is_cuda and HAS_TRITON
+        return can_take and device.type == "cuda" and HAS_TRITON
     if not can_take:
         raise ValueError(
-            f"attention 'kernel' takes bfloat16 or float32 and dims up to {LARGEST_DIM}, got {q.dtype} with dim_qk "
-            f"{q.shape[2]} and dim_v {v.shape[2]}; use 'blocked'"
+            f"attention 'kernel' takes bfloat16 or float32 and dims up to {LARGEST_DIM}, got {dtype} with dim_qk "
+            f"{dim_qk} and dim_v {dim_v}; use 'blocked'"
         )
-    if not HAS_TRITON or not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not HAS_TRITON or not (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError("attention 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
     return True
 
@@ -77,7 +79,7 @@ def check_form(form: str) -> None:
         raise ValueError(f"attention is {form!r}, must be one of {', '.join(map(repr, ATTENTION_FORMS))}")
 
 
-def _check(w_pos: Tensor, sequences: Sequences, form: str) -> None:
+def check_weights(w_pos: Tensor, sequences: Sequences, form: str) -> None:
     check_form(form)
     if len(w_pos) != 2 * sequences.max_length - 1:
         raise ValueError(
