@@ -45,14 +45,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles:
     return out
 
 
-def time_buckets(tiles: Tiles, times: Tensor, bounds: Tensor) -> Tensor:
+def time_buckets(tiles: Tiles, times: Tensor, bounds: Tensor, out: Tensor) -> None:
     """As Tiles.buckets; see there."""
-    buckets = torch.empty(tiles.num_tiles, tiles.size, tiles.size, dtype=torch.uint8, device=times.device)
-    if tiles.num_tiles > 0:
-        arrays = buckets, times.to(torch.int64).contiguous(), bounds, tiles.blocks, tiles.pairs
-        constants = {"NUM_BOUNDS": len(bounds), "SIZE": tiles.size}
-        launch(buckets_kernel, tiles.num_tiles, *arrays, tiles.max_length, **constants)
-    return buckets
+    arrays = out, times.to(torch.int64).contiguous(), bounds, tiles.blocks, tiles.pairs
+    constants = {"NUM_BOUNDS": len(bounds), "SIZE": tiles.size}
+    launch(buckets_kernel, tiles.round_tiles, *arrays, tiles.max_length, **constants)
 
 
 class _Attention(torch.autograd.Function):
@@ -110,7 +107,7 @@ class Attention:
         self.numbers = {"num_heads": q.shape[1], "max_length": tiles.max_length}
 
     def forward(self) -> Tensor:
-        q, k, v = self.inputs
+        v = self.inputs[2]
         out = v.new_empty(*v.shape[:2], v.shape[2] * (3 if self.three else 1))
         self._launch(forward_kernel, out, out)
         return out

@@ -186,7 +186,7 @@ def tiles_kernel(
     k += first * k_token
     v += first * v_token
     d_out += first * out_token
-    for head in range(num_heads):
+    for head in range(tl.where(length > 0, num_heads, 0)):  # none of a tile that fills up
         of_v = load_tokens(v + head * v_head, v_token, key_number, length, DIM_V, PAD_V, SIZE)
         of_out = load_tokens(d_out + head * out_head, out_token, number, length, DIM_V, PAD_V, SIZE)
         if THREE:

@@ -1,7 +1,7 @@
 """A layer of HSTU in one piece: what nestpipe/ops/hstu.py defines, in a third of the launches.
 
-On a device the thread that launches is often what a layer waits for. Here no operation goes through autograd on its own,
-gradients of u, v, q, k are written side by side, and norms, gates and residuals are one pass each.
+On a device the thread that launches is often what a layer waits for. Here no operation goes through autograd on its
+own, gradients of u, v, q, k are written side by side, and norms, gates and residuals are one pass each.
 """
 
 from dataclasses import dataclass

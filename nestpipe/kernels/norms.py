@@ -83,8 +83,8 @@ def _check(x: Tensor, gate: Tensor | None) -> None:
     for name, array in (("x", x), ("gate", gate)):
         if array is not None and (array.shape != x.shape or array.stride(1) != 1):
             raise ValueError(
-                f"{name} has shape {list(array.shape)} and strides {list(array.stride())}, must be {list(x.shape)} with "
-                "the elements of a row side by side"
+                f"{name} has shape {list(array.shape)} and strides {list(array.stride())}, must have {list(x.shape)} "
+                "and the elements of a row side by side"
             )
     if x.shape[1] > WIDEST:
         raise ValueError(f"rows have {x.shape[1]} elements, at most {WIDEST} can be normed at once")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.models.sequence import NextItemModel, linear, normal
-from nestpipe.ops.attention import check_form, fuxi_attention
+from nestpipe.ops.attention import check_form, fuxi_attention, tile_size
 from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
 
 EPS = 1e-6
@@ -56,6 +56,7 @@ class FuXiLayer(nn.Module):
         super().__init__()
         check_form(attention)
         self.num_heads = num_heads
+        self.dim_qk, self.dim_v = dim_qk, dim_v
         self.attention = attention
         self.widths = [3 * num_heads * dim_v, num_heads * dim_v, num_heads * dim_qk, num_heads * dim_qk]
         self.w_uvqk = normal((dim, sum(self.widths)), STD, generator)
@@ -66,6 +67,9 @@ class FuXiLayer(nn.Module):
         self.w1 = linear(dim, hidden, generator)
         self.w2 = linear(hidden, dim, generator)
         self.w3 = linear(dim, hidden, generator)
+
+    def tile_size(self, x: Tensor) -> int | None:
+        return tile_size(x, self.dim_qk, self.dim_v, self.attention)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         out = x + self.w0(self.dropout(self._channels(x, sequences)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.models.sequence import NextItemModel, linear, normal
-from nestpipe.ops.attention import check_form
+from nestpipe.ops.attention import check_form, tile_size
 from nestpipe.ops.hstu import HSTUWeights, hstu_layer
 from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
 
@@ -53,13 +53,16 @@ class HSTULayer(nn.Module):
         super().__init__()
         check_form(attention)
         self.num_heads = num_heads
-        self.dim_v = dim_v
+        self.dim_qk, self.dim_v = dim_qk, dim_v
         self.attention = attention
         self.w_uvqk = normal((dim, 2 * num_heads * (dim_v + dim_qk)), STD, generator)
         self.w_pos = normal((2 * max_length - 1,), STD, generator)
         self.w_ts = normal((NUM_TIME_BUCKETS,), STD, generator)
         self.dropout = nn.Dropout(dropout)
         self.out = linear(num_heads * dim_v, dim, generator, bias=True)
+
+    def tile_size(self, x: Tensor) -> int | None:
+        return tile_size(x, self.dim_qk, self.dim_v, self.attention)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         weights = HSTUWeights(self.w_uvqk, self.w_pos, self.w_ts, self.out.weight, self.out.bias)

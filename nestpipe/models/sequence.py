@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestpipe.models.stack import Stack
 from nestpipe.ops.sampled_softmax import NEGATIVES_PER, sampled_softmax, unit
 from nestpipe.ops.sequences import Sequences
 
@@ -65,6 +66,7 @@ class NextItemModel(nn.Module):
         self.positions = truncated_normal((max_length + EXTRA_POSITIONS, dim), math.sqrt(1 / dim), generator)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(layers(generator))
+        self._stack = Stack(self.layers)
 
     def forward(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
         """The sum over positions of the loss of the next item."""
@@ -94,9 +96,7 @@ class NextItemModel(nn.Module):
         """[num_tokens, dim]"""
         x: Tensor = math.sqrt(self.dim) * history.values + F.embedding(sequences.places, self.positions)
         x = self.dropout(x)
-        for layer in self.layers:
-            x = layer(x, sequences)
-        return x
+        return self._stack(x, sequences)
 
     def _sequences(self, history: RowSequence, inputs: Mapping[str, Tensor]) -> Sequences:
         times = inputs["times"]

@@ -54,6 +54,18 @@ def fuxi_attention(
     return out
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Of products with x, as autocast has it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def tile_size(x: Tensor, dim_qk: int, dim_v: int, form: str) -> int | None:
+    """Of the tiles that a layer on x works on; None: kernels do not run here."""
+    dtype = product_dtype(x)
+    return SIZES[dtype] if takes_kernels(x.device, dtype, dim_qk, dim_v, form) else None
+
+
 def takes_kernels(device: torch.device, dtype: torch.dtype, dim_qk: int, dim_v: int, form: str) -> bool:
     if form == "plain":
         return False

@@ -5,12 +5,10 @@ Its forms are those of attention; where the kernels of attention run, the layer 
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestpipe.kernels.attention_tiles import SIZES
-from nestpipe.ops.attention import check_weights, hstu_attention, takes_kernels
+from nestpipe.ops.attention import check_weights, hstu_attention, product_dtype, tile_size
 from nestpipe.ops.sequences import Sequences
 
 EPS = 1e-6
@@ -36,13 +34,13 @@ def hstu_layer(
     """
     check_weights(weights.w_pos, sequences, form)
     dim_qk = weights.w_uvqk.shape[1] // (2 * num_heads) - dim_v
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    if takes_kernels(x.device, dtype, dim_qk, dim_v, form):
+    size = tile_size(x, dim_qk, dim_v, form)
+    if size is not None:
         from nestpipe.kernels.hstu_layer import LayerShape, hstu_layer_kernel  # imports Triton
 
-        shape = LayerShape(num_heads, dim_qk, dim_v, dropout, EPS, dtype)
+        shape = LayerShape(num_heads, dim_qk, dim_v, dropout, EPS, product_dtype(x))
         of_layer = weights.w_uvqk, weights.w_pos, weights.w_ts, weights.w_out, weights.b_out
-        return hstu_layer_kernel(x, *of_layer, sequences.in_tiles(SIZES[dtype]), shape)
+        return hstu_layer_kernel(x, *of_layer, sequences.in_tiles(size), shape)
     z = F.silu(F.layer_norm(x, x.shape[1:], eps=EPS) @ weights.w_uvqk)
     u, v, q, k = z.split([num_heads * dim for dim in (dim_v, dim_v, dim_qk, dim_qk)], dim=1)
     q, k, v = (part.unflatten(1, (num_heads, -1)) for part in (q, k, v))

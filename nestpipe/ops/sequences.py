@@ -1,6 +1,7 @@
 """Jagged sequences of tokens: where each token lies, when it was, and the same tokens in blocks of equal size."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -76,6 +77,12 @@ class Sequences:
         if size not in self._tiles:
             self._tiles[size] = Tiles(self.lengths, self.times, time_bounds(self.times.device), size)
         return self._tiles[size]
+
+    def with_tiles(self, tiles: Tiles) -> "Sequences":
+        """The same for layers that are given their tokens as these tiles have them."""
+        sequences = copy(self)
+        sequences._tiles = {tiles.size: tiles}
+        return sequences
 
 
 @dataclass(frozen=True)

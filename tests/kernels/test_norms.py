@@ -1,7 +1,7 @@
 """Norms and their way back against torch's in float64.
 
-Fails if norm_backward_kernel leaves out along_ones or along_normed, or norm_kernel takes what fills up a row for zeros of
-it (no `tl.where` around `values - mean`).
+Fails if norm_backward_kernel leaves out along_ones or along_normed, or norm_kernel takes what fills up a row for
+elements of it (no `tl.where` around `values - mean`).
 """
 
 import pytest

@@ -1,0 +1,84 @@
+"""A function and its backward, recorded once and replayed: hundreds of launches at the cost of one."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Use:
+    """Of a graph's memory, from a forward until its backward, or until nobody can call that any more."""
+
+
+class Graph:
+    """Of a function of x, the same shape each time, and of parameters, which stay where they are.
+
+    What it works on lies in memory of its own, that of its last replay. So it has one user at a time.
+    """
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor], pool: Any
+    ) -> None:
+        """The function must have been called for this shape before: nothing can be compiled or loaded while it is
+        recorded. Graphs of one pool share memory; each one's backward must come before the next one's forward."""
+        self.parameters = parameters
+        self._x = torch.zeros_like(x).requires_grad_()
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads go on with what they do. The random numbers drawn by what is recorded are drawn by no one.
+        state = torch.cuda.get_rng_state(x.device)
+        with torch.enable_grad(), torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
+            out = function(self._x)
+        self._gradient = torch.zeros_like(out)
+        with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
+            needed = self._x, *parameters
+            self._gradients = torch.autograd.grad(out, needed, self._gradient, allow_unused=True)
+        torch.cuda.set_rng_state(state, x.device)
+        self._out = out.detach()
+        self._use: weakref.ref[_Use] | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        return self._use is not None and self._use() is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of as many lines of x as there are; the rest are zeros."""
+        out: Tensor = _Replayed.apply(self, x, *self.parameters)  # type: ignore[no-untyped-call]
+        return out
+
+    def forward(self, x: Tensor, use: _Use) -> Tensor:
+        self._use = weakref.ref(use)
+        _fill(self._x.detach(), x)
+        self._forward.replay()
+        return self._out[: len(x)]
+
+    def backward(self, gradient: Tensor, use: _Use) -> tuple[Tensor | None, ...]:
+        if self._use is None or self._use() is not use:
+            raise RuntimeError(
+                "backward was called twice for one forward of a graph, which keeps what it needs for the first one only"
+            )
+        _fill(self._gradient, gradient)
+        self._backward.replay()
+        self._use = None
+        of_x, *of_parameters = self._gradients
+        return None if of_x is None else of_x[: len(gradient)], *of_parameters
+
+
+def _fill(memory: Tensor, lines: Tensor) -> None:
+    memory[: len(lines)].copy_(lines)
+    if len(lines) < len(memory):
+        memory[len(lines) :].zero_()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.graph, ctx.use = graph, _Use()
+        return graph.forward(x, ctx.use)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graph.backward(gradient, ctx.use)
