@@ -12,8 +12,8 @@ from torch import Tensor
 from nestpipe.kernels.sampled_softmax import SMALLEST_NORM, Work
 from nestpipe.kernels.triton_tiles import launch
 
-_SIZE = 4096
-"""elements of a tile"""
+_SIZE = 2048
+"""elements of a tile: with more, gradients_kernel needs so many registers that few programs run side by side"""
 _NUM_WARPS = 4
 _COUNTS = ["first_unit", "num_units", "num_slots", "num_tokens", "num_samples"]
 FIELDS = tl.constexpr(5)

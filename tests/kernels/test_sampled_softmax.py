@@ -121,19 +121,17 @@ def test_short_vectors(size: float) -> None:
         torch.testing.assert_close(got[name].cpu().double(), value, rtol=1e-4, atol=1e-2 if size == 2e-6 else 1e-6)
 
 
-def unit_by_unit(bmm):
-    def products(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        for unit in range(len(out)):
-            bmm(a[unit : unit + 1], b[unit : unit + 1], out=out[unit : unit + 1])
-        return out
-
-    return products
+def unit_by_unit(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """In place of torch.bmm, whose bits depend on the number of units and on addresses."""
+    for unit in range(len(out)):
+        out[unit] = a[unit].clone() @ b[unit].clone()
+    return out
 
 
 def test_a_sample_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its neighbours hold: here, what is not a number. Products of matrices, torch's, are made one by one.
-    Fails if load_tokens takes no notice of the length, or negative_gradients goes on to the next sample."""
-    monkeypatch.setattr(torch, "bmm", unit_by_unit(torch.bmm))
+    """Whatever its neighbours hold: here, what is not a number. Fails if load_tokens takes no
+    notice of the length, or if negative_gradients goes on to the next sample."""
+    monkeypatch.setattr(torch, "bmm", unit_by_unit)
     lengths = [2, 40, 1]
     batch, leaves = make_batch(lengths, 3), make_leaves(sum(lengths), 5)
     own_keys = torch.arange(NUM_ITEMS // 2)
@@ -156,7 +154,7 @@ def test_a_sample_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("num_units", [1, 2])
 def test_a_few_units_at_a_time(monkeypatch: pytest.MonkeyPatch, num_units: int) -> None:
     """The same bits. Fails if negative_gradients does not go on from what is there, or per_token from first_unit."""
-    monkeypatch.setattr(torch, "bmm", unit_by_unit(torch.bmm))
+    monkeypatch.setattr(torch, "bmm", unit_by_unit)
     lengths = [0, 100, 1, 70, 0]
     batch, leaves = make_batch(lengths, 3), make_leaves(sum(lengths), 5)
     expected = kernel_outcome(leaves, batch)
