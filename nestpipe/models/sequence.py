@@ -10,34 +10,18 @@ must have the number of items in its histories as its weight.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.models.stack import Stack
+from nestpipe.ops.row_sequences import RowSequence
 from nestpipe.ops.sampled_softmax import NEGATIVES_PER, sampled_softmax, unit
 from nestpipe.ops.sequences import Sequences
 
 EXTRA_POSITIONS = 11
 """rows of the position table beyond max_length, as in the published models"""
-
-
-class RowSequence(Protocol):
-    """A feature of jagged rows, as the embedding part hands it over."""
-
-    @property
-    def rows(self) -> Tensor: ...
-    @property
-    def index(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def host_lengths(self) -> list[int]:
-        """of the samples; without waiting for a device"""
 
 
 class NextItemModel(nn.Module):
@@ -75,10 +59,7 @@ class NextItemModel(nn.Module):
             raise ValueError("the features 'history', 'target' and 'negatives' must share one table")
         sequences = self._sequences(history, inputs)
         outputs = self._outputs(history, sequences)
-        positives = next_items(history, target, sequences)
-        return sampled_softmax(
-            outputs, history.rows, positives, negatives.index, sequences, self.negatives_per, self.temperature
-        )
+        return sampled_softmax(outputs, history, target, negatives, sequences, self.negatives_per, self.temperature)
 
     def encode(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
         """[n, dim]: the user's vector after the whole history, of length 1; zeros where there is no history.
@@ -113,16 +94,6 @@ class NextItemModel(nn.Module):
             what = "pooled" if isinstance(feature, Tensor) else f"of dim {feature.rows.shape[1]}"
             raise ValueError(f"feature {name!r} must be a sequence of dim {self.dim}, got one that is {what}")
         return feature
-
-
-def next_items(history: RowSequence, target: RowSequence, sequences: Sequences) -> Tensor:
-    """[num_tokens] row of the item behind each position."""
-    if len(target.index) != len(sequences.lengths):
-        raise ValueError(
-            f"feature 'target' has {len(target.index)} items for {len(sequences.lengths)} samples, must have one each"
-        )
-    behind = torch.cat([history.index[1:], history.index[:1]])
-    return torch.where(sequences.is_last, target.index.index_select(0, sequences.samples), behind)
 
 
 def normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> nn.Parameter:

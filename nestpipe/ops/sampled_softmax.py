@@ -1,9 +1,11 @@
-"""Sampled softmax of each token's next item against negatives, over the distinct rows of a micro-batch.
+"""Sampled softmax of each token's next item against negatives.
 
 A token's logits are the cosines of its output with the row of its next item and with those of its negatives, divided by
-the temperature; a negative that is the next item itself is left out. Two forms: "plain", the reference, gathers
+the temperature; a negative that is the next item itself is left out. The forms: "plain", the reference, gathers
 [num_tokens, negatives, dim]; "blocked" a few tokens at a time. That makes the gradients on the way, while the gathered
-rows are at hand, and keeps nothing of them: the loss is a sum, so that backward has only to scale them.
+rows are at hand, and keeps nothing of them: the loss is a sum, so that backward has only to scale them. Kernels do that
+on CUDA, if Triton is installed, negatives are those of samples and rows are float32; torch elsewhere, over the distinct
+rows of a micro-batch. "kernel" is an error where the kernels cannot run.
 """
 
 from dataclasses import dataclass
@@ -14,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.kernels.attention_tiles import upload
+from nestpipe.kernels.attention_tiles import SIZES, upload
+from nestpipe.kernels.dispatch import HAS_TRITON, runs_triton
+from nestpipe.kernels.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
 from nestpipe.ops.ordered import add_in_order
+from nestpipe.ops.row_sequences import RowSequence, check_targets, next_items
 from nestpipe.ops.sequences import BLOCK, Sequences
 
 NEGATIVES_PER = ("position", "sample")
-SMALLEST_NORM = 1e-6
+FORMS = ("blocked", "kernel", "plain")
 GATHERED_ELEMENTS = 2**19
 """elements of rows gathered at a time: few enough for a core's own memory"""
 GATHERED_ELEMENTS_ON_DEVICE = 2**26
@@ -27,9 +32,9 @@ GATHERED_ELEMENTS_ON_DEVICE = 2**26
 
 def sampled_softmax(
     outputs: Tensor,
-    rows: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
+    history: RowSequence,
+    target: RowSequence,
+    negatives: RowSequence,
     sequences: Sequences,
     negatives_per: str = "position",
     temperature: float = 0.05,
@@ -37,10 +42,17 @@ def sampled_softmax(
 ) -> Tensor:
     """The sum over tokens of -log softmax of the next item's logit.
 
-    outputs [num_tokens, dim]; rows [m, dim]; positives [num_tokens] and negatives index rows. Negatives are those of
-    token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many. Computed in the rows' dtype.
+    outputs [num_tokens, dim]; history has the tokens, target what follows the last of each sample. Negatives are those
+    of token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many. All three have the same rows,
+    [m, dim]. Computed in the rows' dtype.
     """
-    of_each = _of_each(negatives, sequences, negatives_per)
+    check_targets(target, sequences)
+    of_each = _of_each(negatives.index, sequences, negatives_per)
+    if _takes_kernels(outputs, history.rows, negatives_per, form):
+        values = outputs, history.values, target.values, negatives.values
+        index = history.index, target.index, negatives.index
+        return sampled_softmax_kernel(values, index, sequences.in_tiles(_tile_size(outputs)), temperature)
+    rows, positives = history.rows, next_items(history, target, sequences)
     with torch.autocast(rows.device.type, enabled=False):
         outputs, rows = unit(outputs.to(rows.dtype)), unit(rows)
         if form == "plain":
@@ -49,6 +61,29 @@ def sampled_softmax(
         is_trained = torch.is_grad_enabled() and (units.requires_grad or rows.requires_grad)
         loss: Tensor = _Blocked.apply(units, rows, work, temperature, is_trained)  # type: ignore[no-untyped-call]
         return loss
+
+
+def _takes_kernels(outputs: Tensor, rows: Tensor, negatives_per: str, form: str) -> bool:
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}, must be one of {', '.join(map(repr, FORMS))}")
+    can_take = negatives_per == "sample" and rows.dtype == torch.float32 and outputs.dtype in OUTPUT_DTYPES
+    if form != "kernel":
+        return form == "blocked" and can_take and outputs.is_cuda and HAS_TRITON
+    if not can_take:
+        raise ValueError(
+            f"form 'kernel' takes negatives of each sample, rows of float32 and outputs of float32 or bfloat16, got "
+            f"negatives of each {negatives_per}, {rows.dtype} and {outputs.dtype}; use 'blocked'"
+        )
+    if not runs_triton(outputs):
+        raise ValueError("form 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
+    return True
+
+
+def _tile_size(outputs: Tensor) -> int:
+    """That of attention, so that both share the tiles."""
+    device = outputs.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else outputs.dtype
+    return SIZES.get(dtype, BLOCK)
 
 
 def unit(vectors: Tensor) -> Tensor:

@@ -13,9 +13,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from nestpipe.kernels import triton_rows, triton_segments, triton_updates
+from nestpipe.kernels import triton_rows, triton_sampled_softmax, triton_segments, triton_updates
+from nestpipe.kernels.attention_tiles import Tiles
+from nestpipe.kernels.sampled_softmax import Work
 
-TYPES = {torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
 codes: dict[str, str] = {}
 
 
@@ -52,4 +61,12 @@ for dtype in (torch.float32, torch.float64):
         triton_rows.add_rows(rows, places, gradient)
         triton_updates.sgd(rows, gradient, mask, 0.1)
         triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
+tiles = Tiles([2], torch.zeros(1, 4, dtype=torch.int64), places, 64)
+for dtype in (torch.float32, torch.bfloat16):
+    values = torch.zeros(2, 100, dtype=dtype), *(torch.zeros(n, 100) for n in (2, 1, 132))
+    work = Work(values, (places, places, places), tiles, 20.0, 132, 100, 64, torch.zeros(4, 64), gradient)
+    x, of_unit, products = torch.zeros(1, 64, 100), torch.zeros(1, 132, 100), torch.zeros(1, 64, 132)
+    triton_sampled_softmax.place(work, 0, 1, x, of_unit)
+triton_sampled_softmax.softmax(work, 0, 1, products)
+triton_sampled_softmax.gradients(work, 0, 1, x, x, of_unit)
 print(json.dumps(codes))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from nestpipe.ops.attention import fuxi_attention, hstu_attention
 from nestpipe.ops.sampled_softmax import GATHERED_ELEMENTS, sampled_softmax
 from nestpipe.ops.sequences import PAIR_ELEMENTS, Sequences
+from tests.histories import Rows
 
 
 class LargestTensor(TorchDispatchMode):
@@ -53,7 +54,9 @@ def test_sampled_softmax(per: str) -> None:
     outputs, rows = torch.rand(num_tokens, dim, requires_grad=True), torch.rand(500, dim, requires_grad=True)
     count = num_tokens if per == "position" else num_samples
     negatives = torch.randint(500, (count * num_negatives,), generator=torch.Generator().manual_seed(0))
-    arguments = outputs, rows, torch.arange(num_tokens) % 500, negatives, sequences(num_samples, length), per
+    index = torch.arange(num_tokens) % 500, torch.arange(num_samples), negatives
+    features = [Rows(rows, numbers, torch.zeros(1)) for numbers in index]  # the offsets are those of sequences
+    arguments = outputs, *features, sequences(num_samples, length), per
     for form, limit in (("blocked", GATHERED_ELEMENTS), ("plain", num_tokens * num_negatives * dim * 2)):
         with LargestTensor() as largest:
             sampled_softmax(*arguments, form=form).backward()

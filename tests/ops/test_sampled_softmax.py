@@ -4,13 +4,16 @@ Fails, for example, if a negative that is the next item is not left out, if the 
 the gradient of the next item's row is forgotten. tests/models/test_next_item.py has a slow version.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from nestpipe import Batch, Jagged
 from nestpipe.ops.sampled_softmax import sampled_softmax
 from nestpipe.ops.sequences import Sequences
-from tests.histories import NUM_ITEMS, histories
+from tests.histories import NUM_ITEMS, embedded, histories
 
 LENGTHS = [0, 1, 70, 3, 64, 0, 130]
 MAX_LENGTH = 130
@@ -26,17 +29,26 @@ def make(per: str, lengths: list[int] = LENGTHS) -> tuple[dict[str, Tensor], dic
         "rows": torch.randn(NUM_ITEMS, DIM, generator=generator, dtype=torch.float64),
     }
     rest = {
-        "positives": torch.randint(NUM_ITEMS, (num_tokens,), generator=generator),
-        "negatives": batch.keys["negatives"].values,
+        "batch": batch,
         "sequences": Sequences(batch.keys["history"].offsets, batch.inputs["times"]),
         "negatives_per": per,
     }
     return leaves, rest
 
 
+def loss_of(outputs: Tensor, rows: Tensor, batch: Batch, **others) -> Tensor:
+    return sampled_softmax(outputs, **embedded(batch, rows), **others)
+
+
+def with_keys(batch: Batch, key: int) -> Batch:
+    """The same key everywhere."""
+    keys = {name: Jagged(torch.full_like(of.values, key), of.offsets) for name, of in batch.keys.items()}
+    return replace(batch, keys=keys)
+
+
 def outcome(leaves: dict[str, Tensor], rest: dict, form: str) -> dict[str, Tensor]:
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
-    loss = sampled_softmax(**leaves, **rest, form=form)
+    loss = loss_of(**leaves, **rest, form=form)
     (loss / 7).backward()
     return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -55,7 +67,7 @@ def test_blocked_equals_plain(per: str) -> None:
     for name, expected in plain.items():
         torch.testing.assert_close(blocked[name], expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        assert torch.equal(sampled_softmax(**leaves, **rest), blocked["loss"])
+        assert torch.equal(loss_of(**leaves, **rest), blocked["loss"])
 
 
 @pytest.mark.parametrize("per", ["position", "sample"])
@@ -66,10 +78,8 @@ def test_the_sums_of_samples_add_up(per: str) -> None:
     total = {name: torch.zeros_like(value) for name, value in whole.items()}
     for sample in range(len(LENGTHS)):
         first, end = offsets[sample : sample + 2].tolist()
-        chosen = slice(5 * first, 5 * end) if per == "position" else slice(5 * sample, 5 * sample + 5)
         own = {
-            "positives": rest["positives"][first:end],
-            "negatives": rest["negatives"][chosen],
+            "batch": rest["batch"][torch.tensor([sample])],
             "sequences": Sequences(torch.tensor([0, end - first]), times[sample][None]),
             "negatives_per": per,
         }
@@ -84,9 +94,7 @@ def test_the_sums_of_samples_add_up(per: str) -> None:
 @pytest.mark.parametrize("per", ["position", "sample"])
 def test_only_the_next_item_among_the_negatives_costs_nothing(per: str) -> None:
     leaves, rest = make(per, [2, 1])
-    rest["positives"] = torch.tensor([4, 4, 4])
-    rest["negatives"] = torch.full_like(rest["negatives"], 4)
-    result = outcome(leaves, rest, "blocked")
+    result = outcome(leaves, rest | {"batch": with_keys(rest["batch"], 4)}, "blocked")
     assert float(result["loss"]) == pytest.approx(0, abs=1e-12)
     assert float(result["rows"].abs().max()) == pytest.approx(0, abs=1e-12)
 
@@ -131,7 +139,20 @@ def test_autocast_changes_nothing(per: str, form: str) -> None:
 
 def test_refusals() -> None:
     leaves, rest = make("position", [2, 1])
+    keys = rest["batch"].keys
+    fewer = keys | {"negatives": Jagged(keys["negatives"].values[:14], torch.tensor([0, 10, 14]))}
     with pytest.raises(ValueError, match="there are 14 negatives for 3 positions"):
-        sampled_softmax(**leaves, **rest | {"negatives": rest["negatives"][:14]})
+        loss_of(**leaves, **rest | {"batch": replace(rest["batch"], keys=fewer)})
     with pytest.raises(ValueError, match="negatives_per is 'batch', must be 'position' or 'sample'"):
-        sampled_softmax(**leaves, **rest | {"negatives_per": "batch"})
+        loss_of(**leaves, **rest | {"negatives_per": "batch"})
+    with pytest.raises(ValueError, match="form is 'fast', must be one of 'blocked', 'kernel', 'plain'"):
+        loss_of(**leaves, **rest, form="fast")
+    with pytest.raises(ValueError, match=r"got negatives of each position, torch.float64 and torch.float64; use 'bl"):
+        loss_of(**leaves, **rest, form="kernel")
+
+
+def test_kernels_are_not_taken_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    leaves, rest = make("sample", [2, 1])
+    with pytest.raises(ValueError, match="form 'kernel' needs a CUDA device and Triton"):
+        loss_of(**{name: leaf.float() for name, leaf in leaves.items()}, **rest, form="kernel")
