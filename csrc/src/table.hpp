@@ -54,9 +54,10 @@ class Table {
     int64_t size_unlocked() const { return num_used_ - static_cast<int64_t>(free_rows_.size()); }
 
     // use(first, count, places, rows): the keys from `first` on, their places in the index, and their records or
-    // Index::kNoRow.
+    // Index::kNoRow. used_bytes: of memory that `use` touches for a key.
     template <typename Use>
-    void in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_threads, const Use& use) const;
+    void in_found_blocks(const int64_t* keys, int64_t num_keys, int64_t used_bytes, int32_t num_threads,
+                         const Use& use) const;
 
     // visit(bucket - first_bucket, hash, row), in ascending order of hash within each bucket.
     template <typename Visit>

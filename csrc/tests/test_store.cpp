@@ -76,6 +76,34 @@ void test_last_of_repeated_keys_stays() {
     }
 }
 
+// However the keys are cut into pieces: every one is found, read and written, repeated ones in order.
+void test_any_count_and_threads() {
+    for (const int64_t count : {1, 63, 8191, 8193, 70001}) {
+        std::vector<int64_t> keys(static_cast<size_t>(count));
+        std::vector<float> records(keys.size() * kColumns);
+        for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i % 50000) * 7919;
+        for (size_t i = 0; i < records.size(); ++i) records[i] = static_cast<float>(i);
+        const auto bytes = static_cast<int64_t>(records.size() * sizeof(float));
+        Fixture one;
+        OK(nestpipe_scatter(one.store, one.table, keys.data(), count, records.data(), bytes, 1, 1));
+        for (const int32_t num_threads : {2, 7, 16}) {
+            Fixture f;
+            OK(nestpipe_scatter(f.store, f.table, keys.data(), count, records.data(), bytes, 1, num_threads));
+            CHECK(f.digest() == one.digest());
+            std::vector<float> out(records.size());
+            std::vector<uint8_t> found(keys.size(), 7), found_alone(keys.size(), 7);
+            OK(nestpipe_gather(f.store, f.table, keys.data(), count, kColumns, out.data(), bytes, found.data(), nullptr,
+                               num_threads));
+            OK(nestpipe_find(f.store, f.table, keys.data(), count, found_alone.data(), num_threads));
+            CHECK(found == found_alone && std::count(found.begin(), found.end(), 1) == count);
+            for (size_t i = 0; i < keys.size(); ++i) {
+                const size_t last = i + 50000 < keys.size() ? i + 50000 : i;
+                CHECK(std::equal(&out[i * kColumns], &out[i * kColumns] + kColumns, &records[last * kColumns]));
+            }
+        }
+    }
+}
+
 void test_erase_reuses_records() {
     Fixture f;
     std::vector<int64_t> keys(5000);
@@ -220,6 +248,7 @@ void test_refusals() {
 int main() {
     test_gather_never_inserts();
     test_last_of_repeated_keys_stays();
+    test_any_count_and_threads();
     test_erase_reuses_records();
     test_pieces();
     test_full_table_changes_nothing();
