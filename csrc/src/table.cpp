@@ -60,8 +60,8 @@ void Table::in_found_blocks(const int64_t* keys, int64_t num_keys, int64_t used_
     });
 }
 
-void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, char* out, const int64_t* places,
-                   uint8_t* found, int64_t* steps, int32_t num_threads) const {
+void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, RecordsAt<char> out, uint8_t* found,
+                   int64_t* steps, int32_t num_threads) const {
     const auto bytes = static_cast<uint64_t>(num_columns * item_bytes_);
     const Copy copy = copy_for(static_cast<uint64_t>(num_keys) * bytes);
     ReadLock lock(mutex_);
@@ -74,8 +74,7 @@ void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, c
                         };
                         const auto write = [&](int64_t i) {
                             const bool there = rows[i] != Index::kNoRow;
-                            const int64_t where = places == nullptr ? first + i : places[first + i];
-                            char* target = out + static_cast<uint64_t>(where) * bytes;
+                            char* target = out[first + i];
                             if (there)
                                 copy(target, arena_.record(rows[i]), bytes);
                             else
@@ -124,19 +123,19 @@ nestpipe_memory_report Table::memory() const {
 
 // ---- writing ---------------------------------------------------------------------------------------------------
 
-void Table::scatter(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places, int64_t step,
+void Table::scatter(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, int64_t step,
                     int32_t num_threads) {
     if (step < 0) refuse("scatter into table '" + name_ + "': step is " + std::to_string(step) + ", must be >= 0");
-    write(keys, num_keys, records, places, nullptr, step, num_threads);
+    write(keys, num_keys, records, nullptr, step, num_threads);
 }
 
 // All that can fail (memory, max_rows) happens in insert_missing, which undoes itself; the copying cannot fail.
-void Table::write(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places,
-                  const int64_t* steps, int64_t step, int32_t num_threads) {
+void Table::write(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps,
+                  int64_t step, int32_t num_threads) {
     const auto rows = row_numbers(num_keys);
     WriteLock lock(mutex_);
     if (find_rows(keys, num_keys, rows.get(), num_threads) > 0) insert_missing(keys, num_keys, rows.get());
-    write_records(rows.get(), num_keys, records, places, steps, step, num_threads);
+    write_records(rows.get(), num_keys, records, steps, step, num_threads);
 }
 
 uint32_t Table::take_row() {
@@ -192,8 +191,8 @@ void Table::insert_missing(const int64_t* keys, int64_t num_keys, uint32_t* rows
 
 // Each record is written by the one thread its number belongs to, so the occurrences of a repeated key are written in
 // order and by nobody else.
-void Table::write_records(const uint32_t* rows, int64_t num_keys, const char* records, const int64_t* places,
-                          const int64_t* steps, int64_t step, int32_t num_threads) {
+void Table::write_records(const uint32_t* rows, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps,
+                          int64_t step, int32_t num_threads) {
     const auto bytes = static_cast<uint64_t>(record_bytes_);
     const Copy copy = streaming_copy();
     const auto num_parts = static_cast<uint64_t>(threads_for(num_keys, 2 * record_bytes_, num_threads));
@@ -203,11 +202,10 @@ void Table::write_records(const uint32_t* rows, int64_t num_keys, const char* re
             num_keys, [&](int64_t i) { return part_of(rows[i]) == part; },
             [&](int64_t i) {
                 prefetch(arena_.step(rows[i]));
-                if (places != nullptr) prefetch_lines(records + places[i] * record_bytes_, bytes);
+                if (records.places != nullptr) prefetch_lines(records[i], bytes);
             },
             [&](int64_t i) {
-                const int64_t from = places == nullptr ? i : places[i];
-                copy(arena_.record(rows[i]), records + from * record_bytes_, bytes);
+                copy(arena_.record(rows[i]), records[i], bytes);
                 *arena_.step(rows[i]) = steps != nullptr ? steps[i] : step;
             });
         finish_streaming();
