@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 4
+#define NESTPIPE_ABI_VERSION 5
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -148,10 +148,12 @@ NESTPIPE_API nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t tabl
                                              uint8_t* found, int64_t* steps, int32_t num_threads);
 
 /* The same into an array of num_out records, of which some are written: those of `keys` at `places`.
- *   places  [num_keys] distinct, 0 .. num_out - 1 */
+ *   places  [num_keys] distinct, 0 .. num_out - 1; null: 0 .. num_keys - 1, num_keys <= num_out
+ *   stride  elements from one record to the next, >= num_columns; what lies between them is left alone */
 NESTPIPE_API nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys,
                                                   int64_t num_keys, const int64_t* places, int64_t num_columns,
-                                                  void* out, int64_t num_out, uint8_t* found, int32_t num_threads);
+                                                  void* out, int64_t num_out, int64_t stride, uint8_t* found,
+                                                  int32_t num_threads);
 
 /* Writes whole records, inserting keys that are missing and overwriting the others; of a repeated key the last
  * occurrence stays.
@@ -162,10 +164,11 @@ NESTPIPE_API nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t tab
                                               int64_t step, int32_t num_threads);
 
 /* The same from an array of num_records records, of which those at `places` are read.
- *   places  [num_keys], 0 .. num_records - 1 */
+ *   places  [num_keys], 0 .. num_records - 1; null and stride: as in nestpipe_gather_into */
 NESTPIPE_API nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys,
                                                    int64_t num_keys, const int64_t* places, const void* records,
-                                                   int64_t num_records, int64_t step, int32_t num_threads);
+                                                   int64_t num_records, int64_t stride, int64_t step,
+                                                   int32_t num_threads);
 
 /* found: [num_keys], as in nestpipe_gather. */
 NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,

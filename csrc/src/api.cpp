@@ -46,6 +46,26 @@ void need_bytes(const Table& table, int64_t num_rows, int64_t num_columns, int64
                std::to_string(table.item_bytes()) + " bytes need " + std::to_string(needed));
 }
 
+// An array of num_records records, `stride` elements apart, that may have places in it: without any, the i-th key has
+// record i.
+void need_records(const Table& table, const void* records, int64_t num_records, int64_t num_columns, int64_t stride,
+                  const int64_t* places, int64_t num_keys, const char* what) {
+    need_count(num_records, "size of the array");
+    int64_t bytes;
+    if (stride < num_columns)
+        refuse(std::string(what) + " has records that overlap: they have " + std::to_string(num_columns) +
+               " columns and are " + std::to_string(stride) + " apart");
+    if (__builtin_mul_overflow(stride, table.item_bytes(), &bytes) ||
+        __builtin_mul_overflow(num_records, bytes, &bytes))
+        refuse(std::string(what) + " would have more than 2^63 bytes");
+    if (places != nullptr)
+        need_places(places, num_keys, num_records, "places");
+    else if (num_keys > num_records)
+        refuse(std::string(what) + " has " + std::to_string(num_records) + " records for " + std::to_string(num_keys) +
+               " keys and no places");
+    need_array(records, num_keys, what);
+}
+
 void need_apart(const void* a, const void* b, int64_t bytes, const char* what) {
     const auto first = reinterpret_cast<uintptr_t>(a), second = reinterpret_cast<uintptr_t>(b);
     const auto distance = first < second ? second - first : first - second;
@@ -171,22 +191,23 @@ nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int6
         need_threads(num_threads);
         need_columns(source, num_columns);
         need_bytes(source, num_keys, num_columns, out_bytes, "out");
-        source.gather(keys, num_keys, num_columns, static_cast<char*>(out), nullptr, found, steps, num_threads);
+        const RecordsAt<char> target{static_cast<char*>(out), nullptr, num_columns * source.item_bytes()};
+        source.gather(keys, num_keys, num_columns, target, found, steps, num_threads);
     });
 }
 
 nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                      const int64_t* places, int64_t num_columns, void* out, int64_t num_out,
-                                     uint8_t* found, int32_t num_threads) {
+                                     int64_t stride, uint8_t* found, int32_t num_threads) {
     return guarded([&] {
         const Table& source = the_table(store, table);
         need_count(num_keys, "num_keys");
         need_array(keys, num_keys, "keys");
-        need_places(places, num_keys, num_out, "places");
-        need_array(out, num_keys, "out");
         need_threads(num_threads);
         need_columns(source, num_columns);
-        source.gather(keys, num_keys, num_columns, static_cast<char*>(out), places, found, nullptr, num_threads);
+        need_records(source, out, num_out, num_columns, stride, places, num_keys, "out");
+        const RecordsAt<char> target{static_cast<char*>(out), places, stride * source.item_bytes()};
+        source.gather(keys, num_keys, num_columns, target, found, nullptr, num_threads);
     });
 }
 
@@ -199,21 +220,23 @@ nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int
         need_array(records, num_keys, "records");
         need_threads(num_threads);
         need_bytes(target, num_keys, target.num_columns(), records_bytes, "records");
-        target.scatter(keys, num_keys, static_cast<const char*>(records), nullptr, step, num_threads);
+        const RecordsAt<const char> source{static_cast<const char*>(records), nullptr,
+                                           target.num_columns() * target.item_bytes()};
+        target.scatter(keys, num_keys, source, step, num_threads);
     });
 }
 
 nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
-                                      const int64_t* places, const void* records, int64_t num_records, int64_t step,
-                                      int32_t num_threads) {
+                                      const int64_t* places, const void* records, int64_t num_records, int64_t stride,
+                                      int64_t step, int32_t num_threads) {
     return guarded([&] {
         Table& target = the_table(store, table);
         need_count(num_keys, "num_keys");
         need_array(keys, num_keys, "keys");
-        need_places(places, num_keys, num_records, "places");
-        need_array(records, num_keys, "records");
         need_threads(num_threads);
-        target.scatter(keys, num_keys, static_cast<const char*>(records), places, step, num_threads);
+        need_records(target, records, num_records, target.num_columns(), stride, places, num_keys, "records");
+        const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * target.item_bytes()};
+        target.scatter(keys, num_keys, source, step, num_threads);
     });
 }
 

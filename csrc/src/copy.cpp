@@ -16,7 +16,6 @@ namespace {
 
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kStreamBytes = uint64_t{4} << 20;
-constexpr int64_t kGrain = 4096;  // records a thread takes at a time
 
 void plain_copy(char* to, const char* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
 
@@ -79,7 +78,8 @@ void copy_records(const char* from, const int64_t* from_places, char* to, const 
     const Copy copy = copy_for(static_cast<uint64_t>(count) * record_bytes);
     const auto source = [&](int64_t i) { return from + static_cast<uint64_t>(from_places[i]) * record_bytes; };
     const auto target = [&](int64_t i) { return to + static_cast<uint64_t>(to_places[i]) * record_bytes; };
-    parallel_for(count, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+    const int64_t grain = grain_for(count, 2 * static_cast<int64_t>(record_bytes) + 1, num_threads);
+    parallel_for(count, grain, num_threads, [&](int64_t begin, int64_t end) {
         in_two_steps(
             begin, end, [&](int64_t i) { prefetch_lines(source(i), record_bytes); },
             [&](int64_t i) { copy(target(i), source(i), record_bytes); });

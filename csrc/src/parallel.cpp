@@ -14,6 +14,11 @@ namespace nestpipe {
 
 namespace {
 
+constexpr int64_t kWorthBytes = int64_t{4} << 20;    // less is done before a helper is awake
+constexpr int64_t kPieceBytes = int64_t{128} << 10;  // some microseconds of work
+constexpr int64_t kPiecesAThread = 8;
+constexpr int64_t kLeastItems = 64, kMostItems = 4096;
+
 struct Loop {
     const std::function<void(int64_t, int64_t)>& body;
     int64_t count;
@@ -95,6 +100,18 @@ void parallel_for(int64_t count, int64_t grain, int32_t num_threads,
     }
     Loop loop{body, count, grain};
     the_pool().run(loop, num_helpers);
+}
+
+int64_t grain_for(int64_t count, int64_t item_bytes, int32_t num_threads) {
+    if (count <= kWorthBytes / item_bytes) return std::max<int64_t>(count, 1);
+    const int64_t num_pieces = kPiecesAThread * num_threads;
+    const int64_t least = std::clamp(kPieceBytes / item_bytes, kLeastItems, kMostItems);
+    return std::clamp((count + num_pieces - 1) / num_pieces, least, kMostItems);
+}
+
+int32_t threads_for(int64_t count, int64_t item_bytes, int32_t num_threads) {
+    const int64_t num_pieces = count / grain_for(count, item_bytes, num_threads);
+    return static_cast<int32_t>(std::clamp<int64_t>(num_pieces, 1, num_threads));
 }
 
 }  // namespace nestpipe

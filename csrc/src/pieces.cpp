@@ -97,7 +97,7 @@ void Table::import_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_r
             refuse("import into table '" + name_ + "': step " + std::to_string(steps[i]) + " of key " +
                    std::to_string(keys[i]) + " is negative");
     }
-    write(keys, num_rows, records, nullptr, steps, 0, num_threads);
+    write(keys, num_rows, {records, nullptr, record_bytes_}, steps, 0, num_threads);
 }
 
 void Table::digest(uint8_t* sum, int32_t num_threads) const {

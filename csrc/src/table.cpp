@@ -13,8 +13,8 @@
 namespace nestpipe {
 
 namespace {
-constexpr int64_t kGrain = 4096;  // keys a thread takes at a time
-constexpr int64_t kBlock = 1024;  // keys looked up before their records are touched
+constexpr int64_t kBlock = 1024;       // keys looked up before their records are touched
+constexpr int64_t kLookupBytes = 512;  // to find a key takes as long as to copy so many
 
 // Uninitialised on purpose: every element is written before it is read.
 std::unique_ptr<uint32_t[]> row_numbers(int64_t count) {
@@ -39,8 +39,10 @@ Table::Table(const nestpipe_table_spec& spec)
 // Blocks of keys, each first looked up and then copied: two loops with one kind of memory access each run faster than
 // one loop that mixes them.
 template <typename Use>
-void Table::in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_threads, const Use& use) const {
-    parallel_for(num_keys, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+void Table::in_found_blocks(const int64_t* keys, int64_t num_keys, int64_t used_bytes, int32_t num_threads,
+                            const Use& use) const {
+    const int64_t grain = grain_for(num_keys, kLookupBytes + used_bytes, num_threads);
+    parallel_for(num_keys, grain, num_threads, [&](int64_t begin, int64_t end) {
         uint64_t places[kBlock];
         uint32_t rows[kBlock];
         for (int64_t first = begin; first < end; first += kBlock) {
@@ -58,12 +60,12 @@ void Table::in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_t
     });
 }
 
-void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, char* out, const int64_t* places,
-                   uint8_t* found, int64_t* steps, int32_t num_threads) const {
+void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, RecordsAt<char> out, uint8_t* found,
+                   int64_t* steps, int32_t num_threads) const {
     const auto bytes = static_cast<uint64_t>(num_columns * item_bytes_);
     const Copy copy = copy_for(static_cast<uint64_t>(num_keys) * bytes);
     ReadLock lock(mutex_);
-    in_found_blocks(keys, num_keys, num_threads,
+    in_found_blocks(keys, num_keys, 2 * num_columns * item_bytes_, num_threads,
                     [&](int64_t first, int64_t count, const uint64_t* index_places, const uint32_t* rows) {
                         const auto fetch = [&](int64_t i) {
                             if (rows[i] == Index::kNoRow) return;
@@ -72,8 +74,7 @@ void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, c
                         };
                         const auto write = [&](int64_t i) {
                             const bool there = rows[i] != Index::kNoRow;
-                            const int64_t where = places == nullptr ? first + i : places[first + i];
-                            char* target = out + static_cast<uint64_t>(where) * bytes;
+                            char* target = out[first + i];
                             if (there)
                                 copy(target, arena_.record(rows[i]), bytes);
                             else
@@ -87,7 +88,7 @@ void Table::gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, c
 
 int64_t Table::find_rows(const int64_t* keys, int64_t num_keys, uint32_t* rows, int32_t num_threads) const {
     std::atomic<int64_t> num_missing{0};
-    in_found_blocks(keys, num_keys, num_threads,
+    in_found_blocks(keys, num_keys, 0, num_threads,
                     [&](int64_t first, int64_t count, const uint64_t*, const uint32_t* found) {
                         std::copy(found, found + count, rows + first);
                         num_missing += std::count(found, found + count, Index::kNoRow);
@@ -122,19 +123,19 @@ nestpipe_memory_report Table::memory() const {
 
 // ---- writing ---------------------------------------------------------------------------------------------------
 
-void Table::scatter(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places, int64_t step,
+void Table::scatter(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, int64_t step,
                     int32_t num_threads) {
     if (step < 0) refuse("scatter into table '" + name_ + "': step is " + std::to_string(step) + ", must be >= 0");
-    write(keys, num_keys, records, places, nullptr, step, num_threads);
+    write(keys, num_keys, records, nullptr, step, num_threads);
 }
 
 // All that can fail (memory, max_rows) happens in insert_missing, which undoes itself; the copying cannot fail.
-void Table::write(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places,
-                  const int64_t* steps, int64_t step, int32_t num_threads) {
+void Table::write(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps,
+                  int64_t step, int32_t num_threads) {
     const auto rows = row_numbers(num_keys);
     WriteLock lock(mutex_);
     if (find_rows(keys, num_keys, rows.get(), num_threads) > 0) insert_missing(keys, num_keys, rows.get());
-    write_records(rows.get(), num_keys, records, places, steps, step, num_threads);
+    write_records(rows.get(), num_keys, records, steps, step, num_threads);
 }
 
 uint32_t Table::take_row() {
@@ -190,22 +191,21 @@ void Table::insert_missing(const int64_t* keys, int64_t num_keys, uint32_t* rows
 
 // Each record is written by the one thread its number belongs to, so the occurrences of a repeated key are written in
 // order and by nobody else.
-void Table::write_records(const uint32_t* rows, int64_t num_keys, const char* records, const int64_t* places,
-                          const int64_t* steps, int64_t step, int32_t num_threads) {
+void Table::write_records(const uint32_t* rows, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps,
+                          int64_t step, int32_t num_threads) {
     const auto bytes = static_cast<uint64_t>(record_bytes_);
     const Copy copy = streaming_copy();
-    const uint64_t num_parts = num_keys < 2 * kGrain ? 1 : static_cast<uint64_t>(num_threads);
+    const auto num_parts = static_cast<uint64_t>(threads_for(num_keys, 2 * record_bytes_, num_threads));
     const auto part_of = [&](uint32_t row) { return uint64_t{row * 2654435769u} * num_parts >> 32; };
     const auto write_part = [&](uint64_t part) {
         selected_in_two_steps(
             num_keys, [&](int64_t i) { return part_of(rows[i]) == part; },
             [&](int64_t i) {
                 prefetch(arena_.step(rows[i]));
-                if (places != nullptr) prefetch_lines(records + places[i] * record_bytes_, bytes);
+                if (records.places != nullptr) prefetch_lines(records[i], bytes);
             },
             [&](int64_t i) {
-                const int64_t from = places == nullptr ? i : places[i];
-                copy(arena_.record(rows[i]), records + from * record_bytes_, bytes);
+                copy(arena_.record(rows[i]), records[i], bytes);
                 *arena_.step(rows[i]) = steps != nullptr ? steps[i] : step;
             });
         finish_streaming();

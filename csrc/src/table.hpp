@@ -17,6 +17,16 @@ namespace nestpipe {
 
 constexpr int64_t kMostRows = Index::kNoRow - 1;  // record numbers are 32 bits, one of them means "none"
 
+// Records in an array of the caller's, stride_bytes apart: the i-th at places[i], or without places at i.
+template <typename Byte>
+struct RecordsAt {
+    Byte* first;
+    const int64_t* places;
+    int64_t stride_bytes;
+
+    Byte* operator[](int64_t i) const { return first + (places == nullptr ? i : places[i]) * stride_bytes; }
+};
+
 class Table {
  public:
     explicit Table(const nestpipe_table_spec& spec);
@@ -27,9 +37,8 @@ class Table {
     int64_t item_bytes() const { return item_bytes_; }
 
     // What each does, its arguments and its errors: nestpipe.h.
-    // places: where in `out` each record goes; null: one behind the other. Likewise in `records` below.
-    void gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, char* out, const int64_t* places,
-                uint8_t* found, int64_t* steps, int32_t num_threads) const;
+    void gather(const int64_t* keys, int64_t num_keys, int64_t num_columns, RecordsAt<char> out, uint8_t* found,
+                int64_t* steps, int32_t num_threads) const;
     void find(const int64_t* keys, int64_t num_keys, uint8_t* found, int32_t num_threads) const;
     int64_t size() const;
     int64_t count(int64_t first_bucket, int64_t end_bucket) const;
@@ -38,7 +47,7 @@ class Table {
     void digest(uint8_t* sum, int32_t num_threads) const;
     nestpipe_memory_report memory() const;
 
-    void scatter(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places, int64_t step,
+    void scatter(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, int64_t step,
                  int32_t num_threads);
     void import_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_rows, const int64_t* keys,
                       const char* records, const int64_t* steps, int32_t num_threads);
@@ -54,9 +63,10 @@ class Table {
     int64_t size_unlocked() const { return num_used_ - static_cast<int64_t>(free_rows_.size()); }
 
     // use(first, count, places, rows): the keys from `first` on, their places in the index, and their records or
-    // Index::kNoRow.
+    // Index::kNoRow. used_bytes: of memory that `use` touches for a key.
     template <typename Use>
-    void in_found_blocks(const int64_t* keys, int64_t num_keys, int32_t num_threads, const Use& use) const;
+    void in_found_blocks(const int64_t* keys, int64_t num_keys, int64_t used_bytes, int32_t num_threads,
+                         const Use& use) const;
 
     // visit(bucket - first_bucket, hash, row), in ascending order of hash within each bucket.
     template <typename Visit>
@@ -66,10 +76,10 @@ class Table {
     int64_t find_rows(const int64_t* keys, int64_t num_keys, uint32_t* rows, int32_t num_threads) const;
     void insert_missing(const int64_t* keys, int64_t num_keys, uint32_t* rows);
     uint32_t take_row();
-    void write_records(const uint32_t* rows, int64_t num_keys, const char* records, const int64_t* places,
-                       const int64_t* steps, int64_t step, int32_t num_threads);
-    void write(const int64_t* keys, int64_t num_keys, const char* records, const int64_t* places, const int64_t* steps,
-               int64_t step, int32_t num_threads);
+    void write_records(const uint32_t* rows, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps,
+                       int64_t step, int32_t num_threads);
+    void write(const int64_t* keys, int64_t num_keys, RecordsAt<const char> records, const int64_t* steps, int64_t step,
+               int32_t num_threads);
 
     const std::string name_;
     const int64_t dim_;

@@ -76,6 +76,90 @@ void test_last_of_repeated_keys_stays() {
     }
 }
 
+// However the keys are cut into pieces: every one is found, read and written, repeated ones in order.
+void test_any_count_and_threads() {
+    for (const int64_t count : {1, 63, 8191, 8193, 70001}) {
+        std::vector<int64_t> keys(static_cast<size_t>(count));
+        std::vector<float> records(keys.size() * kColumns);
+        for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i % 50000) * 7919;
+        for (size_t i = 0; i < records.size(); ++i) records[i] = static_cast<float>(i);
+        const auto bytes = static_cast<int64_t>(records.size() * sizeof(float));
+        Fixture one;
+        OK(nestpipe_scatter(one.store, one.table, keys.data(), count, records.data(), bytes, 1, 1));
+        for (const int32_t num_threads : {2, 7, 16}) {
+            Fixture f;
+            OK(nestpipe_scatter(f.store, f.table, keys.data(), count, records.data(), bytes, 1, num_threads));
+            CHECK(f.digest() == one.digest());
+            std::vector<float> out(records.size());
+            std::vector<uint8_t> found(keys.size(), 7), found_alone(keys.size(), 7);
+            OK(nestpipe_gather(f.store, f.table, keys.data(), count, kColumns, out.data(), bytes, found.data(), nullptr,
+                               num_threads));
+            OK(nestpipe_find(f.store, f.table, keys.data(), count, found_alone.data(), num_threads));
+            CHECK(found == found_alone && std::count(found.begin(), found.end(), 1) == count);
+            for (size_t i = 0; i < keys.size(); ++i) {
+                const size_t last = i + 50000 < keys.size() ? i + 50000 : i;
+                CHECK(std::equal(&out[i * kColumns], &out[i * kColumns] + kColumns, &records[last * kColumns]));
+            }
+        }
+    }
+}
+
+// Records further apart than they are long, at places or one behind the other: what lies between them stays.
+void test_stride() {
+    constexpr int64_t kKeys = 9000, kRoom = kKeys + 5, kStride = kColumns + 3;
+    std::vector<int64_t> keys(kKeys), places(kKeys);
+    for (size_t i = 0; i < kKeys; ++i) keys[i] = static_cast<int64_t>(i) * 31;
+    for (size_t i = 0; i < kKeys; ++i) places[i] = static_cast<int64_t>((i * 7 + 3) % kRoom);  // 7 does not divide 9005
+    std::vector<float> records((kRoom - 1) * kStride + kColumns);  // the last one has nothing behind it
+    for (size_t i = 0; i < records.size(); ++i) records[i] = static_cast<float>(i);
+    for (const int64_t* at : {static_cast<const int64_t*>(nullptr), static_cast<const int64_t*>(places.data())}) {
+        for (const int32_t num_threads : {1, 3}) {
+            Fixture f;
+            std::vector<float> out(records.size(), -1.0f), expected(records.size(), -1.0f);
+            std::vector<uint8_t> found(kKeys);
+            OK(nestpipe_scatter_from(f.store, f.table, keys.data(), kKeys, at, records.data(), kRoom, kStride, 1,
+                                     num_threads));
+            OK(nestpipe_gather_into(f.store, f.table, keys.data(), kKeys, at, kColumns, out.data(), kRoom, kStride,
+                                    found.data(), num_threads));
+            for (int64_t i = 0; i < kKeys; ++i) {
+                const int64_t first = (at == nullptr ? i : at[i]) * kStride;
+                std::copy_n(records.begin() + first, kColumns, expected.begin() + first);
+            }
+            CHECK(out == expected && f.size() == kKeys && std::count(found.begin(), found.end(), 1) == kKeys);
+        }
+    }
+}
+
+void test_stride_refusals() {
+    Fixture f;
+    const int64_t keys[2] = {1, 2};
+    const int64_t outside[2] = {0, 2};
+    float records[2 * kColumns] = {};
+    constexpr auto bad = NESTPIPE_INVALID_ARGUMENT;
+    const auto gather = [&](const int64_t* places, int64_t num_out, int64_t stride) {
+        return nestpipe_gather_into(f.store, f.table, keys, 2, places, kColumns, records, num_out, stride, nullptr, 1);
+    };
+    const auto scatter = [&](const int64_t* places, int64_t num_records, int64_t stride) {
+        return nestpipe_scatter_from(f.store, f.table, keys, 2, places, records, num_records, stride, 1, 1);
+    };
+    for (const int64_t stride : {kColumns - 1, int64_t{0}, -kColumns, INT64_MIN}) {
+        REFUSED(bad, "out has records that overlap", gather(nullptr, 2, stride));
+        REFUSED(bad, "records has records that overlap", scatter(nullptr, 2, stride));
+    }
+    for (const int64_t stride : {INT64_MAX, INT64_MAX / 4, INT64_MAX / 8 + 1}) {
+        REFUSED(bad, "out would have more than 2^63 bytes", gather(nullptr, 2, stride));
+        REFUSED(bad, "records would have more than 2^63 bytes", scatter(nullptr, 2, stride));
+    }
+    REFUSED(bad, "places[1] is 2, outside of an array of 2", gather(outside, 2, kColumns));
+    REFUSED(bad, "places[1] is 2, outside of an array of 2", scatter(outside, 2, kColumns));
+    REFUSED(bad, "out has 1 records for 2 keys and no places", gather(nullptr, 1, kColumns));
+    REFUSED(bad, "records has 1 records for 2 keys and no places", scatter(nullptr, 1, kColumns));
+    REFUSED(bad, "must be 0 .. 2^40 - 1", gather(nullptr, -1, kColumns));
+    REFUSED(bad, "records is a null pointer",
+            nestpipe_scatter_from(f.store, f.table, keys, 2, nullptr, nullptr, 2, kColumns, 1, 1));
+    CHECK(f.size() == 0);
+}
+
 void test_erase_reuses_records() {
     Fixture f;
     std::vector<int64_t> keys(5000);
@@ -220,6 +304,9 @@ void test_refusals() {
 int main() {
     test_gather_never_inserts();
     test_last_of_repeated_keys_stays();
+    test_any_count_and_threads();
+    test_stride();
+    test_stride_refusals();
     test_erase_reuses_records();
     test_pieces();
     test_full_table_changes_nothing();

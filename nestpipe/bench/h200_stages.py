@@ -48,7 +48,7 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     table = torch.randn(size.num_rows, size.dim + 1)
     memory = BufferMemory(device)
     buffers = [retrieve_rows(route, store, memory) for route in routes]
-    staged = host_empty(tuple(buffers[0][0].records.shape), torch.float32, device)
+    staged = host_empty((stage.num_distinct, buffers[0][0].num_columns), torch.float32, device)
     there = torch.empty_like(staged, device=device)
 
     def host_gather(i: int) -> None:

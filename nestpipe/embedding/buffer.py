@@ -6,7 +6,8 @@ host store for the next batch nor written back after this one.
 
 A buffer on a device has a mirror, pinned host memory of the same shape: records come and go through it by direct
 copies, a stretch of slots at a time, while the host store is busy with the next stretch. They go straight to their
-slots; what lies between them in a stretch is copied too, and is the overlap's, which is filled in later.
+slots; what lies between them in a stretch is copied too, and is the overlap's, which is filled in later. There a record
+begins at a multiple of 16 bytes, which is what a device reads at once: what follows it up to the next is nobody's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from nestpipe.store import HostStore, unique
 
 STRETCH_BYTES = 64 << 20
 """of records that travel to or from a device at a time: enough for all threads of the host store to share in"""
+ALIGNMENT = 16
+"""bytes, of records on a device"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Buffer:
     table: Table
     keys: Tensor
     records: Tensor
+    """[n, num_columns]; on a device with more columns behind them, zeros"""
+    num_columns: int
+    """of a row and its row state"""
     found: Tensor
     """[n] whether the key has been trained before"""
     mirror: Tensor | None = None
@@ -58,7 +64,11 @@ class Buffer:
 
     @property
     def state(self) -> Tensor:
-        return self.records[:, self.table.dim :]
+        return self.records[:, self.table.dim : self.num_columns]
+
+    @property
+    def record_bytes(self) -> int:
+        return self.num_columns * self.records.itemsize
 
     @property
     def frozen_rows(self) -> Tensor:
@@ -78,12 +88,20 @@ class BufferMemory:
         """Of records that are anything yet."""
         records, mirror = self._of_tables.get(table.name, (None, None))
         if records is None or len(records) < len(keys):
-            shape = (len(keys) + len(keys) // 4, num_columns)
-            records = torch.empty(shape, dtype=table.dtype, device=self.device)
-            mirror = host_empty(shape, table.dtype, self.device) if has_streams(self.device) else None
+            records, mirror = self._new(len(keys) + len(keys) // 4, num_columns, table.dtype)
             self._of_tables[table.name] = (records, mirror)
         slots, found = slice(len(keys)), torch.ones(len(keys), dtype=torch.bool)
-        return Buffer(table, keys, records[slots], found, None if mirror is None else mirror[slots])
+        return Buffer(table, keys, records[slots], num_columns, found, None if mirror is None else mirror[slots])
+
+    def _new(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        if not has_streams(self.device):
+            return torch.empty(num_slots, num_columns, dtype=dtype), None
+        aligned = ALIGNMENT // dtype.itemsize
+        shape = (num_slots, -(-num_columns // aligned) * aligned)
+        records, mirror = torch.empty(shape, dtype=dtype, device=self.device), host_empty(shape, dtype, self.device)
+        for array in (records, mirror):
+            array[:, num_columns:] = 0
+        return records, mirror
 
 
 def find_overlap(
@@ -118,31 +136,46 @@ def _retrieve(owned: OwnedTable, store: HostStore, memory: BufferMemory, overlap
     buffer = memory.buffer(owned.table, owned.keys, store.spec(owned.table.name).num_columns)
     rest = None if overlap is None or len(overlap.here) == 0 else _all_but(overlap.here, len(owned.keys))
     if buffer.mirror is None:
-        _gather(buffer, store, buffer.records, rest)
+        _gather(buffer, store, buffer.records, slice(None), rest)
         return buffer
     for stretch, slots in _stretches(buffer, rest):
-        _gather(buffer, store, buffer.mirror, slots)
+        _gather(buffer, store, buffer.mirror, stretch, slots)
         buffer.records[stretch].copy_(buffer.mirror[stretch], non_blocking=True)
     return buffer
 
 
-def _gather(buffer: Buffer, store: HostStore, records: Tensor, slots: Tensor | None) -> None:
-    """From the store to these slots of host memory; None: all."""
-    name, keys = buffer.table.name, buffer.keys
+def _gather(buffer: Buffer, store: HostStore, records: Tensor, stretch: slice, slots: Tensor | None) -> None:
+    """From the store to these slots of host memory; None: all of the stretch."""
+    name, keys, records = buffer.table.name, buffer.keys, records[:, : buffer.num_columns]
     if slots is None:
-        buffer.found = store.gather(name, keys, out=records).found
+        store.gather_into(name, keys[stretch], records[stretch], None, buffer.found[stretch])
     else:
         buffer.found[slots] = store.gather_into(name, keys[slots], records, slots)
 
 
-def _stretches(buffer: Buffer, slots: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Slots, ascending (None: all), a stretch at a time: from the first to the last of them, and which they are."""
-    record_bytes = buffer.records.shape[1] * buffer.records.itemsize
-    num_slots = max(1, STRETCH_BYTES // record_bytes)
-    chosen = torch.arange(len(buffer.keys)) if slots is None else slots
-    for part in chosen.split(num_slots):
-        if len(part) > 0:
-            yield slice(int(part[0]), int(part[-1]) + 1), part
+def _scatter(
+    buffer: Buffer, store: HostStore, records: Tensor, stretch: slice, slots: Tensor | None, step: int
+) -> None:
+    """The way back."""
+    name, keys, records = buffer.table.name, buffer.keys, records[:, : buffer.num_columns]
+    if slots is None:
+        store.scatter_from(name, keys[stretch], records[stretch], None, step)
+    else:
+        store.scatter_from(name, keys[slots], records, slots, step)
+
+
+def _stretches(buffer: Buffer, slots: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Slots, ascending (None: all), a stretch at a time: from the first to the last of them, and which they are, or
+    None if none is left out."""
+    num_slots = max(1, STRETCH_BYTES // (buffer.records.stride(0) * buffer.records.itemsize))
+    num_chosen = len(buffer.keys) if slots is None else len(slots)
+    for first in range(0, num_chosen, num_slots):
+        end = min(first + num_slots, num_chosen)
+        if slots is None:
+            yield slice(first, end), None
+            continue
+        stretch = slice(int(slots[first]), int(slots[end - 1]) + 1)
+        yield stretch, None if stretch.stop - stretch.start == end - first else slots[first:end]
 
 
 def sync_overlap(before: Sequence[Buffer], here: Sequence[Buffer], overlap: Sequence[Overlap]) -> None:
@@ -181,26 +214,23 @@ def write_back(
 ) -> None:
     """Buffer to host store, all slots of a table or those named; a key exists from here on."""
     for buffer, chosen in zip(buffers, slots or [None] * len(buffers), strict=True):
-        name = buffer.table.name
         if buffer.table.frozen:
             continue
         if buffer.mirror is not None:
             _write_back_from_device(buffer, buffer.mirror, store, step, chosen)
-        elif chosen is None:
-            store.scatter(name, buffer.keys, buffer.records, step)
         else:
-            store.scatter_from(name, buffer.keys[chosen], buffer.records, chosen, step)
+            _scatter(buffer, store, buffer.records, slice(None), chosen, step)
 
 
 def _write_back_from_device(buffer: Buffer, mirror: Tensor, store: HostStore, step: int, chosen: Tensor | None) -> None:
     on_the_way = []
     for stretch, slots in _stretches(buffer, chosen):
         mirror[stretch].copy_(buffer.records[stretch], non_blocking=True)
-        on_the_way.append((mark(buffer.records.device), slots))
-    for moment, slots in on_the_way:
+        on_the_way.append((mark(buffer.records.device), stretch, slots))
+    for moment, stretch, slots in on_the_way:
         if moment is not None:
             moment.synchronize()
-        store.scatter_from(buffer.table.name, buffer.keys[slots], mirror, slots, step)
+        _scatter(buffer, store, mirror, stretch, slots, step)
 
 
 def leaving(buffers: Sequence[Buffer], overlap_with_next: Sequence[Overlap]) -> list[Tensor]:

@@ -271,7 +271,7 @@ class Stages:
         next_overlap = following.overlap if following.has_unwritten else None
         retrieved = written = 0
         for i, buffer in enumerate(flight.buffers):
-            record_bytes = buffer.records.shape[1] * buffer.records.itemsize
+            record_bytes = buffer.record_bytes
             retrieved += (len(buffer.keys) - (len(overlap[i].here) if overlap is not None else 0)) * record_bytes
             if not buffer.table.frozen:
                 num_stay = len(next_overlap[i].before) if next_overlap is not None else 0

@@ -57,15 +57,19 @@ class DictStore:
         check.check_step(step)
         self._write(table, keys, records, torch.full((num_keys,), step))
 
-    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
-        check.check_places(self.spec(table), out, "out", places, check.check_keys(keys))
-        records, found, _ = self.gather(table, keys)
-        out[places] = records
-        return found
+    def gather_into(
+        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
+    ) -> Tensor:
+        num_keys = check.check_keys(keys)
+        check.check_records_at(self.spec(table), out, "out", places, num_keys)
+        found = check.check_found(found, num_keys)
+        out[_places(places, num_keys, len(out))] = self.gather(table, keys).records
+        return found.copy_(self.find(table, keys))
 
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
-        check.check_places(self.spec(table), records, "records", places, check.check_keys(keys))
-        self.scatter(table, keys, records[places], step)
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
+        num_keys = check.check_keys(keys)
+        check.check_records_at(self.spec(table), records, "records", places, num_keys)
+        self.scatter(table, keys, records[_places(places, num_keys, len(records))], step)
 
     def find(self, table: str, keys: Tensor) -> Tensor:
         check.check_keys(keys)
@@ -131,6 +135,13 @@ class DictStore:
             raise TableFullError(f"table {table!r} is full: it may hold max_rows = {spec.max_rows} rows")
         for key, record, step in zip(keys.tolist(), records, steps.tolist(), strict=True):
             rows[key] = (record.detach().clone(), step)
+
+
+def _places(places: Tensor | None, num_keys: int, num_records: int) -> Tensor:
+    for place in [] if places is None else places.tolist():
+        if not 0 <= place < num_records:
+            raise ValueError(f"place {place} is outside of an array of {num_records}")
+    return torch.arange(num_keys) if places is None else places
 
 
 def unique(keys: Tensor) -> tuple[Tensor, Tensor]:

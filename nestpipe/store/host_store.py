@@ -83,11 +83,13 @@ class HostStore:
         )
         return Gathered(out, found, steps)
 
-    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
+    def gather_into(
+        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
+    ) -> Tensor:
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
-        check.check_places(spec, out, "out", places, num_keys)
-        found = torch.empty(num_keys, dtype=torch.bool)
+        stride = check.check_records_at(spec, out, "out", places, num_keys)
+        found = check.check_found(found, num_keys)
         call(
             "gather_into",
             *self._handle(table),
@@ -97,15 +99,16 @@ class HostStore:
             spec.num_columns,
             pointer(out),
             len(out),
+            stride,
             pointer(found),
             self.num_threads,
         )
         return found
 
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
-        check.check_places(spec, records, "records", places, num_keys)
+        stride = check.check_records_at(spec, records, "records", places, num_keys)
         check.check_step(step)
         call(
             "scatter_from",
@@ -115,6 +118,7 @@ class HostStore:
             pointer(places),
             pointer(records),
             len(records),
+            stride,
             step,
             self.num_threads,
         )

@@ -1,7 +1,7 @@
 """What a store is: its tables, its bulk calls, and the checks that every implementation makes first.
 
 A record is a row followed by its row state. Keys are int64 tensors, records [n, dim + state_width] tensors of the
-table's dtype; all are contiguous and in host memory.
+table's dtype; all are in host memory and contiguous, but for gaps between rows where a call says so.
 """
 
 import math
@@ -131,14 +131,18 @@ class Store(Protocol):
     ) -> Gathered:
         """Copies records. Never inserts: a missing key gets its initial row and state, and `found` False."""
 
-    def gather_into(self, table: str, keys: Tensor, out: Tensor, places: Tensor) -> Tensor:
-        """Gathers whole records to rows `places` of `out`, which are distinct; returns `found`."""
+    def gather_into(
+        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
+    ) -> Tensor:
+        """Gathers whole records to rows `places` of `out`, which are distinct; None: to all, in order. Rows of `out`
+        may be further apart than they are long. Returns `found`, in the memory given for it if any."""
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         """Writes records, inserting missing keys. Of a key that occurs twice the last record stays."""
 
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor, step: int) -> None:
-        """Writes rows `places` of `records`, one for each key."""
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
+        """Writes rows `places` of `records`, one for each key; None: all, in order. They may be further apart than they
+        are long."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 
@@ -177,8 +181,10 @@ def check_threads(num_threads: int) -> int:
     return check_integer("num_threads", num_threads, 1, 1024)
 
 
-def check_array(what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[int | None]) -> None:
-    """Refuses what native code could not read. None in `shape` stands for any size."""
+def check_array(
+    what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[int | None], may_have_gaps: bool = False
+) -> None:
+    """Refuses what native code could not read. None in `shape` stands for any size; gaps are between rows."""
     if not isinstance(array, Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, got {type(array).__name__}")
     if array.dtype != dtype:
@@ -189,10 +195,17 @@ def check_array(what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[in
     if not fits:
         wanted = "[" + ", ".join("n" if size is None else str(size) for size in shape) + "]"
         raise ValueError(f"{what} must have shape {wanted}, got {list(array.shape)}")
-    if array.layout != torch.strided or not array.is_contiguous() or array.is_neg():
+    is_dense = array.layout == torch.strided and not array.is_neg()
+    if not is_dense or not (array.is_contiguous() or (may_have_gaps and _has_whole_rows(array))):
         raise ValueError(f"{what} must be contiguous and dense; call .resolve_neg().contiguous()")
     if array.data_ptr() % array.element_size() != 0:
         raise ValueError(f"{what} must be aligned in memory to its elements; call .clone()")
+
+
+def _has_whole_rows(array: Tensor) -> bool:
+    """Rows that do not overlap, with the elements of each side by side."""
+    (num_rows, width), (apart, step) = array.shape, array.stride()
+    return (width <= 1 or step == 1) and (num_rows <= 1 or apart >= width)
 
 
 def check_keys(keys: Tensor) -> int:
@@ -235,11 +248,21 @@ def check_out(spec: TableSpec, out: Tensor | None, num_keys: int, rows_only: boo
     return out
 
 
-def check_places(spec: TableSpec, records: Tensor, what: str, places: Tensor, num_keys: int) -> None:
-    """Rows `places` of an array of whole records."""
-    check_array(what, records, spec.dtype, [len(records), spec.num_columns])
+def check_records_at(spec: TableSpec, records: Tensor, what: str, places: Tensor | None, num_keys: int) -> int:
+    """Rows `places` of an array of whole records; native code sees whether it has them. Returns how far apart rows are,
+    in elements."""
+    shape = [num_keys if places is None else None, spec.num_columns]
+    check_array(what, records, spec.dtype, shape, may_have_gaps=True)
     if records.requires_grad:
         raise ValueError(f"{what} must not require a gradient; pass {what}.detach()")
-    check_array("places", places, torch.int64, [num_keys])
-    if num_keys > 0 and not 0 <= int(places.min()) <= int(places.max()) < len(records):
-        raise ValueError(f"places must be 0 .. {len(records) - 1}, the rows of {what}")
+    if places is not None:
+        check_array("places", places, torch.int64, [num_keys])
+    return records.stride(0) if len(records) > 1 else spec.num_columns
+
+
+def check_found(found: Tensor | None, num_keys: int) -> Tensor:
+    """The caller's memory, or new one."""
+    if found is None:
+        return torch.empty(num_keys, dtype=torch.bool)
+    check_array("found", found, torch.bool, [num_keys])
+    return found

@@ -73,21 +73,24 @@ class TwoStores(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(self.num_writes)
         return torch.randn(num_keys, self.spec.num_columns, generator=generator, dtype=self.spec.dtype)
 
-    @rule(keys=KEY_LISTS, seed=st.integers(0, 99), room=st.integers(-1, 5))
-    def gather_into_and_scatter_from(self, keys: list[int], seed: int, room: int) -> None:
-        """At random places of a larger array; with room -1 there is one place too few, and both refuse."""
+    @rule(keys=KEY_LISTS, seed=st.integers(0, 99), room=st.integers(-1, 5), gap=st.integers(0, 3))
+    def gather_into_and_scatter_from(self, keys: list[int], seed: int, room: int, gap: int) -> None:
+        """At random places of a larger array, or at all of it in order; with room -1 there is one place too few, and
+        both refuse. With gaps between its rows, which stay as they are."""
         tensor = torch.tensor(keys, dtype=torch.int64)
         generator = torch.Generator().manual_seed(seed)
         size = max(len(keys) + room, 0)
-        places = torch.randperm(len(keys) + max(room, 0), generator=generator)[: len(keys)]
-        outs = [torch.zeros(size, self.spec.num_columns, dtype=self.spec.dtype) for _ in range(2)]
+        places = torch.randperm(len(keys) + max(room, 0), generator=generator)[: len(keys)] if seed % 4 else None
+        width = self.spec.num_columns
+        outs = [torch.zeros(size, width + gap, dtype=self.spec.dtype) for _ in range(2)]
         found = [
-            outcome(store, "gather_into", self.spec.name, tensor, out, places)
+            outcome(store, "gather_into", self.spec.name, tensor, out[:, :width], places)
             for store, out in zip((self.native, self.oracle), outs, strict=True)
         ]
         assert same(*found)
         assert torch.equal(*outs)
-        self.both("scatter_from", self.spec.name, tensor, self.new_records(size), places, self.num_writes)
+        records = torch.cat([self.new_records(size), torch.full((size, gap), torch.nan, dtype=self.spec.dtype)], 1)
+        self.both("scatter_from", self.spec.name, tensor, records[:, :width], places, self.num_writes)
 
     @rule(keys=KEY_LISTS, rows_only=st.booleans(), with_steps=st.booleans())
     def gather(self, keys: list[int], rows_only: bool, with_steps: bool) -> None:
