@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.sampled_softmax import SMALLEST_NORM, Work
+from nestpipe.kernels.sampled_softmax import Work
 from nestpipe.kernels.triton_tiles import launch
+from nestpipe.kernels.triton_unit_vectors import lengths_of, load_rows, over, store_rows, through_unit
 
 _SIZE = 2048
 """elements of a tile: with more, gradients_kernel needs so many registers that few programs run side by side"""
@@ -18,7 +19,6 @@ _NUM_WARPS = 4
 _COUNTS = ["first_unit", "num_units", "num_slots", "num_tokens", "num_samples"]
 FIELDS = tl.constexpr(5)
 """columns of Tiles.blocks"""
-SMALLEST = tl.constexpr(SMALLEST_NORM)
 
 
 @triton.jit
@@ -38,42 +38,10 @@ def load_tokens(blocks, unit, tile, SIZE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(array, rows, exists, DIM: tl.constexpr, PAD: tl.constexpr):
-    """[len(rows), PAD] in float32; zeros where there is nothing."""
-    columns = tl.arange(0, PAD)
-    inside = exists[:, None] & (columns < DIM)[None, :]
-    return tl.load(array + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(array, rows, values, exists, DIM: tl.constexpr, PAD: tl.constexpr):
-    columns = tl.arange(0, PAD)
-    inside = exists[:, None] & (columns < DIM)[None, :]
-    tl.store(array + rows[:, None] * DIM + columns[None, :], values, mask=inside)
-
-
-@triton.jit
 def load_positives(history, target, tokens, samples, exists, is_last, DIM: tl.constexpr, PAD: tl.constexpr):
     """The row of the item behind each token."""
     behind = load_rows(history, tokens + 1, exists & (is_last == 0), DIM, PAD)
     return tl.where(is_last[:, None], load_rows(target, samples, is_last, DIM, PAD), behind)
-
-
-@triton.jit
-def lengths_of(vectors):
-    return tl.maximum(tl.math.sqrt_rn(tl.sum(vectors * vectors, axis=1)), SMALLEST)
-
-
-@triton.jit
-def over(vectors, lengths):
-    return vectors * tl.math.div_rn(tl.full(lengths.shape, 1.0, tl.float32), lengths)[:, None]
-
-
-@triton.jit
-def through_unit(gradient, unit_vectors, lengths):
-    """The gradient of vectors whose unit vectors have this one. Vectors that are too short were only scaled."""
-    along = tl.where(lengths > SMALLEST, tl.sum(gradient * unit_vectors, axis=1), 0.0)
-    return over(gradient - along[:, None] * unit_vectors, lengths)
 
 
 @triton.jit
