@@ -106,7 +106,8 @@ def _against(
 
 def _overlap_sync(stage: StageSize, device: torch.device) -> dict[str, float]:
     width = stage.dim + 1
-    source, target = (torch.randn(stage.num_distinct, width, device=device) for _ in range(2))
+    table, keys = features_of(stage.dim)["history"].table, torch.arange(stage.num_distinct)
+    source, target = (BufferMemory(device).buffer(table, keys, width).records.normal_() for _ in range(2))
     slots = [torch.randperm(stage.num_distinct)[: stage.num_shared].sort().values.to(device) for _ in range(2)]
     whole = [torch.randn(stage.num_shared, width, device=device) for _ in range(2)]
     ratios = []

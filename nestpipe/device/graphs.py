@@ -20,7 +20,7 @@ class Graph:
     """
 
     def __init__(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor], pool: Any
+        self, function: Callable[[Tensor, list[Tensor]], Tensor], x: Tensor, parameters: Sequence[Tensor], pool: Any
     ) -> None:
         """The function must have been called for this shape before: nothing can be compiled or loaded while it is
         recorded. Graphs of one pool share memory; each one's backward must come before the next one's forward."""
@@ -30,11 +30,12 @@ class Graph:
         # Other threads go on with what they do. The random numbers drawn by what is recorded are drawn by no one.
         state = torch.cuda.get_rng_state(x.device)
         with torch.enable_grad(), torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
-            out = function(self._x)
+            # The parameters themselves may be tied to another stream, by hooks and by graphs that are still alive.
+            leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+            out = function(self._x, leaves)
         self._gradient = torch.zeros_like(out)
         with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
-            needed = self._x, *parameters
-            self._gradients = torch.autograd.grad(out, needed, self._gradient, allow_unused=True)
+            self._gradients = torch.autograd.grad(out, (self._x, *leaves), self._gradient, allow_unused=True)
         torch.cuda.set_rng_state(state, x.device)
         self._out = out.detach()
         self._use: weakref.ref[_Use] | None = None

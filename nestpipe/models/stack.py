@@ -1,12 +1,13 @@
 """The layers of a model, one after another; on a device in the fewest launches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from nestpipe.device.graphs import Graph
 from nestpipe.ops.attention import product_dtype
@@ -51,6 +52,14 @@ class Stack:
             x = layer(x, sequences)
         return x
 
+    def _run_with(self, parameters: dict[str, Tensor], x: Tensor, sequences: Sequences) -> Tensor:
+        """The same with these in place of the layers' own, by name."""
+        for number, layer in enumerate(self._layers):
+            prefix = f"{number}."
+            own = {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
+            x = functional_call(layer, own, (x, sequences))
+        return x
+
     def _tile_size(self, x: Tensor) -> int | None:
         """None: layers do not work on tiles, or not all on the same."""
         if torch.compiler.is_compiling():
@@ -61,9 +70,9 @@ class Stack:
     def _graph(self, x: Tensor, sequences: Sequences, size: int) -> Graph | None:
         if not (x.is_cuda and torch.is_grad_enabled() and self._layers.training):
             return None
-        parameters = [parameter for parameter in self._layers.parameters() if parameter.requires_grad]
+        parameters = {name: p for name, p in self._layers.named_parameters() if p.requires_grad}
         tiles, dtype = sequences.in_tiles(size), product_dtype(x)
-        key = (*tiles.sizes, x.device, x.dtype, dtype, *(parameter.data_ptr() for parameter in parameters))
+        key = (*tiles.sizes, x.device, x.dtype, dtype, *(parameter.data_ptr() for parameter in parameters.values()))
         if key not in self._graphs:
             if len(self._graphs) < MOST_GRAPHS:
                 self._graphs[key] = None
@@ -77,15 +86,21 @@ class Stack:
         tiles.copy_to(twin)
         return graph
 
-    def _recorded(self, x: Tensor, sequences: Sequences, size: int, parameters: Sequence[Tensor]) -> tuple[Graph, Any]:
+    def _recorded(
+        self, x: Tensor, sequences: Sequences, size: int, parameters: Mapping[str, Tensor]
+    ) -> tuple[Graph, Any]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         twin = sequences.in_tiles(size).twin()
         of_twin = sequences.with_tiles(twin)
         memory = x.new_empty(twin.num_tokens, x.shape[1])
+
+        def run(x: Tensor, leaves: list[Tensor]) -> Tensor:
+            return self._run_with(dict(zip(parameters, leaves, strict=True)), x, of_twin)
+
         kind = x.device.type
         # What autocast keeps of the parameters would be that of the recording for ever.
         with torch.autocast(kind, product_dtype(x), torch.is_autocast_enabled(kind), cache_enabled=False):
-            return Graph(lambda x: self._run(x, of_twin), memory, parameters, self._pool), twin
+            return Graph(run, memory, list(parameters.values()), self._pool), twin
 
 
 def _tile_size(layer: Any, x: Tensor) -> int | None:
