@@ -166,7 +166,7 @@ def sorted_by_torch(index: Tensor, offsets: Tensor | None, num_rows: int) -> tup
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize("kind", ["empty", "one row", "all equal", "all padding", "descending", "random", "few rows"])
 def test_by_row_as_torch_sorts(kind: str, has_offsets: bool) -> None:
-    """Fails if group_by_row goes through the samples backwards, or counts padding among the last row's."""
+    """Fails if group_by_row goes through the samples backwards, or leaves out the shift of row_offsets at its end."""
     torch.manual_seed(5)
     num_rows = {"one row": 1, "few rows": 3}.get(kind, 500)
     index = {
