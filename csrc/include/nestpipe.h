@@ -273,6 +273,16 @@ NESTPIPE_API nestpipe_status nestpipe_copy_records(const void* from, int64_t num
 
 /* ---- rows at the occurrences of keys ------------------------------------------------------------------------- */
 
+/* The occurrences of each row, in order; padding is left out. The arrays do not overlap.
+ *   index        [num_occurrences] a row, or num_rows for padding
+ *   offsets      [num_samples + 1] of samples, as in nestpipe_occurrences; null: one each
+ *   row_offsets  [num_rows + 1] row r has entries row_offsets[r] .. row_offsets[r + 1] - 1 of what follows
+ *   occurrences  [num_occurrences] room, numbers of occurrences; may be null
+ *   samples      [num_occurrences] room, the sample of each; may be null */
+NESTPIPE_API nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t num_occurrences,
+                                                   const int64_t* offsets, int64_t num_samples, int64_t num_rows,
+                                                   int64_t* row_offsets, int64_t* occurrences, int64_t* samples);
+
 /* The weighted sum of each sample's rows, in order of occurrence; zeros for a sample without rows.
  *   rows  [num_rows, dim]
  *   out   [num_samples, dim], a sample every `stride` elements */

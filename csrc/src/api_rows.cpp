@@ -1,8 +1,9 @@
-// The C boundary of what works on rows: copying records, pooling, row optimizers.
+// The C boundary of what works on rows: copying records, grouping by row, pooling, row optimizers.
 #include <algorithm>
 
 #include "boundary.hpp"
 #include "copy.hpp"
+#include "group.hpp"
 #include "nestpipe.h"
 #include "pool.hpp"
 #include "row_update.hpp"
@@ -10,6 +11,16 @@
 using namespace nestpipe;
 
 namespace {
+
+void need_offsets(const int64_t* offsets, int64_t num_samples, int64_t num_occurrences, const std::string& what) {
+    if (offsets == nullptr) {
+        if (num_occurrences != num_samples) refuse(what + ": without offsets each sample has one occurrence");
+        return;
+    }
+    const int64_t* end = offsets + num_samples;
+    if (offsets[0] != 0 || *end != num_occurrences || !std::is_sorted(offsets, end + 1))
+        refuse(what + ": offsets do not rise from 0 to num_occurrences");
+}
 
 void check_occurrences(const nestpipe_occurrences* of, int64_t stride) {
     need(of, "occurrences");
@@ -21,13 +32,7 @@ void check_occurrences(const nestpipe_occurrences* of, int64_t stride) {
     if (of->dim < 1 || stride < of->dim) refuse("pool: needs 1 <= dim <= stride");
     const auto is_row = [of](int64_t row) { return row >= 0 && row <= of->num_rows; };
     if (!std::all_of(of->index, of->index + of->num_occurrences, is_row)) refuse("pool: index is not 0 .. num_rows");
-    if (of->offsets == nullptr) {
-        if (of->num_occurrences != of->num_samples) refuse("pool: without offsets each sample has one occurrence");
-        return;
-    }
-    const int64_t* end = of->offsets + of->num_samples;
-    if (of->offsets[0] != 0 || *end != of->num_occurrences || !std::is_sorted(of->offsets, end + 1))
-        refuse("pool: offsets do not rise from 0 to num_occurrences");
+    need_offsets(of->offsets, of->num_samples, of->num_occurrences, "pool");
 }
 
 template <typename Real>
@@ -73,6 +78,22 @@ nestpipe_status nestpipe_copy_records(const void* from, int64_t num_from, const 
         need_threads(num_threads);
         copy_records(static_cast<const char*>(from), from_places, static_cast<char*>(to), to_places, count,
                      static_cast<uint64_t>(record_bytes), num_threads);
+    });
+}
+
+nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t num_occurrences, const int64_t* offsets,
+                                      int64_t num_samples, int64_t num_rows, int64_t* row_offsets, int64_t* occurrences,
+                                      int64_t* samples) {
+    return guarded([&] {
+        need_count(num_occurrences, "num_occurrences");
+        need_count(num_samples, "num_samples");
+        need_count(num_rows, "num_rows");
+        need_array(index, num_occurrences, "index");
+        need(row_offsets, "row_offsets");
+        need_offsets(offsets, num_samples, num_occurrences, "group_by_row");
+        if (!group_by_row(index, num_occurrences, offsets, num_samples, num_rows, row_offsets, occurrences, samples))
+            refuse("index has values outside 0 .. " + std::to_string(num_rows) +
+                   ", the rows and, one beyond them, padding");
     });
 }
 

@@ -1,4 +1,5 @@
-// Pooling and its way back, and the row optimizers, against plain loops; what they refuse.
+// Grouping by row, pooling and its way back, and the row optimizers, against plain loops; what they refuse.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -47,6 +48,58 @@ std::vector<double> random_numbers(int64_t count) {
     std::vector<double> numbers(static_cast<size_t>(count));
     for (double& number : numbers) number = static_cast<double>(random() % 1000) / 256 - 2;
     return numbers;
+}
+
+void test_group_by_row() {
+    const Batch batch = random_batch(3000, 50, 1);
+    const auto count = static_cast<int64_t>(batch.index.size());
+    std::vector<int64_t> row_offsets(51, -1), occurrences(batch.index.size(), -1), samples(batch.index.size(), -1);
+    OK(nestpipe_group_by_row(batch.index.data(), count, batch.offsets.data(), 3000, 50, row_offsets.data(),
+                             occurrences.data(), samples.data()));
+    size_t entry = 0;
+    for (int64_t row = 0; row < 50; ++row) {
+        CHECK(row_offsets[static_cast<size_t>(row)] == static_cast<int64_t>(entry));
+        for (size_t s = 0; s < 3000; ++s)
+            for (auto i = static_cast<size_t>(batch.offsets[s]); i < static_cast<size_t>(batch.offsets[s + 1]); ++i) {
+                if (batch.index[i] != row) continue;
+                CHECK(occurrences[entry] == static_cast<int64_t>(i) && samples[entry] == static_cast<int64_t>(s));
+                ++entry;
+            }
+    }
+    CHECK(row_offsets[50] == static_cast<int64_t>(entry) && entry < batch.index.size());  // there is padding
+    std::vector<int64_t> alone(batch.index.size(), -1);
+    OK(nestpipe_group_by_row(batch.index.data(), count, nullptr, count, 50, row_offsets.data(), nullptr, alone.data()));
+    CHECK(std::equal(alone.begin(), alone.begin() + static_cast<int64_t>(entry), occurrences.begin()));
+    OK(nestpipe_group_by_row(nullptr, 0, nullptr, 0, 0, row_offsets.data(), nullptr, nullptr));
+    CHECK(row_offsets[0] == 0);
+}
+
+void test_group_by_row_refusals() {
+    constexpr auto bad = NESTPIPE_INVALID_ARGUMENT;
+    int64_t index[3] = {0, 2, 1}, offsets[3] = {0, 1, 3}, row_offsets[3], samples[3];
+    const auto group = [&](int64_t num_occurrences, const int64_t* of_samples, int64_t num_samples, int64_t num_rows) {
+        return nestpipe_group_by_row(index, num_occurrences, of_samples, num_samples, num_rows, row_offsets, nullptr,
+                                     samples);
+    };
+    OK(group(3, offsets, 2, 2));
+    for (const int64_t wrong : {int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
+        index[1] = wrong;
+        REFUSED(bad, "index has values outside 0 .. 2, the rows", group(3, offsets, 2, 2));
+    }
+    index[1] = 2;
+    REFUSED(bad, "without offsets each sample has one occurrence", group(3, nullptr, 2, 2));
+    for (const int64_t wrong : {int64_t{-1}, int64_t{4}, INT64_MAX}) {
+        offsets[1] = wrong;
+        REFUSED(bad, "offsets do not rise", group(3, offsets, 2, 2));
+    }
+    offsets[1] = 1;
+    REFUSED(bad, "offsets do not rise", group(2, offsets, 2, 2));
+    REFUSED(bad, "num_rows is -1", group(3, offsets, 2, -1));
+    REFUSED(bad, "num_samples is -1", group(3, offsets, -1, 2));
+    REFUSED(bad, "row_offsets is a null pointer",
+            nestpipe_group_by_row(index, 3, offsets, 2, 2, nullptr, nullptr, samples));
+    REFUSED(bad, "index is a null pointer",
+            nestpipe_group_by_row(nullptr, 3, offsets, 2, 2, row_offsets, nullptr, samples));
 }
 
 // All numbers are short in binary, so every order of summation gives the same bits.
@@ -129,6 +182,8 @@ void test_row_optimizers() {
 }  // namespace
 
 int main() {
+    test_group_by_row();
+    test_group_by_row_refusals();
     test_pool();
     test_pool_refusals();
     test_row_optimizers();

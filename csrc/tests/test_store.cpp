@@ -62,26 +62,26 @@ void test_gather_never_inserts() {
 void test_last_of_repeated_keys_stays() {
     for (int32_t num_threads : {1, 2, 3}) {
         Fixture f;
-        std::vector<int64_t> keys(40000);
+        std::vector<int64_t> keys(150000);  // enough for several threads
         for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i % 1000);
         std::vector<float> records(keys.size() * kColumns);
         for (size_t i = 0; i < keys.size(); ++i)
             std::fill_n(records.begin() + static_cast<int64_t>(i) * kColumns, kColumns, static_cast<float>(i));
         for (int round = 0; round < 2; ++round) {  // inserting, then overwriting
-            OK(nestpipe_scatter(f.store, f.table, keys.data(), 40000, records.data(),
+            OK(nestpipe_scatter(f.store, f.table, keys.data(), 150000, records.data(),
                                 static_cast<int64_t>(records.size() * sizeof(float)), 1, num_threads));
             CHECK(f.size() == 1000);
-            for (int64_t key = 0; key < 1000; ++key) CHECK(f.first_column(key) == static_cast<float>(39000 + key));
+            for (int64_t key = 0; key < 1000; ++key) CHECK(f.first_column(key) == static_cast<float>(149000 + key));
         }
     }
 }
 
 // However the keys are cut into pieces: every one is found, read and written, repeated ones in order.
 void test_any_count_and_threads() {
-    for (const int64_t count : {1, 63, 8191, 8193, 70001}) {
+    for (const int64_t count : {1, 63, 8191, 8193, 150001}) {
         std::vector<int64_t> keys(static_cast<size_t>(count));
         std::vector<float> records(keys.size() * kColumns);
-        for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i % 50000) * 7919;
+        for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<int64_t>(i % 100000) * 7919;
         for (size_t i = 0; i < records.size(); ++i) records[i] = static_cast<float>(i);
         const auto bytes = static_cast<int64_t>(records.size() * sizeof(float));
         Fixture one;
@@ -97,7 +97,7 @@ void test_any_count_and_threads() {
             OK(nestpipe_find(f.store, f.table, keys.data(), count, found_alone.data(), num_threads));
             CHECK(found == found_alone && std::count(found.begin(), found.end(), 1) == count);
             for (size_t i = 0; i < keys.size(); ++i) {
-                const size_t last = i + 50000 < keys.size() ? i + 50000 : i;
+                const size_t last = i + 100000 < keys.size() ? i + 100000 : i;
                 CHECK(std::equal(&out[i * kColumns], &out[i * kColumns] + kColumns, &records[last * kColumns]));
             }
         }
@@ -106,10 +106,11 @@ void test_any_count_and_threads() {
 
 // Records further apart than they are long, at places or one behind the other: what lies between them stays.
 void test_stride() {
-    constexpr int64_t kKeys = 9000, kRoom = kKeys + 5, kStride = kColumns + 3;
+    constexpr int64_t kKeys = 110001, kRoom = kKeys + 5, kStride = kColumns + 3;
     std::vector<int64_t> keys(kKeys), places(kKeys);
     for (size_t i = 0; i < kKeys; ++i) keys[i] = static_cast<int64_t>(i) * 31;
-    for (size_t i = 0; i < kKeys; ++i) places[i] = static_cast<int64_t>((i * 7 + 3) % kRoom);  // 7 does not divide 9005
+    for (size_t i = 0; i < kKeys; ++i)
+        places[i] = static_cast<int64_t>((i * 7 + 3) % kRoom);     // 7 does not divide 110006
     std::vector<float> records((kRoom - 1) * kStride + kColumns);  // the last one has nothing behind it
     for (size_t i = 0; i < records.size(); ++i) records[i] = static_cast<float>(i);
     for (const int64_t* at : {static_cast<const int64_t*>(nullptr), static_cast<const int64_t*>(places.data())}) {

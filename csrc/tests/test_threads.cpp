@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kColumns = 24, kKeys = 10000, kRange = 60000;
+constexpr int64_t kColumns = 24, kKeys = 25000, kRange = 60000;
 
 void work(nestpipe_store* store, int32_t table, uint64_t seed, int rounds) {
     std::mt19937_64 random(seed);

@@ -38,7 +38,8 @@ def make_occurrences(
     index: Tensor, offsets: Tensor | None, weights: Tensor | None, num_rows: int, is_trained: bool = True
 ) -> DeviceOccurrences:
     """From arrays in host memory, as those of nestpipe.embedding.pooling.Occurrences."""
-    check_index(index, num_rows)
+    if not is_trained:  # or by_row checks it
+        check_index(index, num_rows)
     if weights is not None and weights.shape != index.shape:
         raise ValueError(f"there are {list(weights.shape)} weights for {list(index.shape)} occurrences")
     samples = one_each(index) if offsets is None else make_segments(index, offsets)

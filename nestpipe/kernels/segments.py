@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestpipe.kernels.checks import check_numbers, check_reachable, check_rows, check_shape, check_written
 from nestpipe.kernels.dispatch import runs_triton
+from nestpipe.store import group_by_row
 
 PIECE = 128
 """entries that are added up one after another"""
@@ -88,16 +89,9 @@ def by_row(index: Tensor, offsets: Tensor | None, num_rows: int, has_weights: bo
     From arrays in host memory: occurrence i is of row index[i], or of none where that is num_rows; offsets as in
     Segments, of samples.
     """
-    check_index(index, num_rows)
-    # Half as many passes as for int64; a micro-batch has fewer rows.
-    occurrences = torch.sort(index.to(torch.int32), stable=True)[1]
-    row_offsets = _offsets(torch.bincount(index, minlength=num_rows + 1)[:num_rows])
-    occurrences = occurrences[: int(row_offsets[-1])]
-    if offsets is None:
-        samples = occurrences
-    else:
-        samples = torch.repeat_interleave(offsets.diff(), output_size=len(index))[occurrences]
-    return make_segments(samples, row_offsets, occurrences if has_weights else None)
+    check_numbers("index", index, len(index))
+    row_offsets, occurrences, samples = group_by_row(index, offsets, num_rows, with_occurrences=has_weights)
+    return Segments(num_rows, samples, row_offsets, occurrences, _pieces(row_offsets))
 
 
 def check_index(index: Tensor, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Bulk operations on keys that need no store: dedup, hashing, grouping by owner."""
+"""Bulk operations on keys that need no store: dedup, hashing, grouping by owner or by row."""
 
 from ctypes import byref, c_int64
 
@@ -32,6 +32,38 @@ def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, T
     order, counts = torch.empty_like(keys), torch.empty(world_size, dtype=torch.int64)
     call("group_by_owner", table.encode(), pointer(keys), num_keys, world_size, pointer(order), pointer(counts))
     return order, counts
+
+
+def group_by_row(
+    index: Tensor, offsets: Tensor | None, num_rows: int, with_occurrences: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The occurrences of each row, in order: offsets of the rows, numbers of the occurrences, and their samples.
+
+    Occurrence i is of row index[i], or of none where that is num_rows; sample s has occurrences offsets[s] ..
+    offsets[s + 1] - 1, or s alone without offsets.
+    """
+    num_occurrences = check_keys(index)
+    check_integer("num_rows", num_rows, 0, 2**40 - 1)
+    if offsets is not None:
+        check_array("offsets", offsets, torch.int64, [max(len(offsets), 1)])
+    num_samples = num_occurrences if offsets is None else len(offsets) - 1
+    row_offsets, samples = torch.empty(num_rows + 1, dtype=torch.int64), torch.empty_like(index)
+    occurrences = torch.empty_like(index) if with_occurrences and offsets is not None else None
+    call(
+        "group_by_row",
+        pointer(index),
+        num_occurrences,
+        pointer(offsets),
+        num_samples,
+        num_rows,
+        pointer(row_offsets),
+        pointer(occurrences),
+        pointer(samples),
+    )
+    if with_occurrences and occurrences is None:
+        occurrences = samples
+    grouped = slice(int(row_offsets[-1]))
+    return row_offsets, None if occurrences is None else occurrences[grouped], samples[grouped]
 
 
 def hash_keys(table: str, keys: Tensor) -> Tensor:

@@ -154,6 +154,44 @@ def test_by_row(has_offsets: bool) -> None:
         assert 0 < end - start <= of_product.PIECE
 
 
+def sorted_by_torch(index: Tensor, offsets: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets of the rows, samples, occurrences."""
+    occurrences = torch.sort(index, stable=True)[1]
+    counts = torch.bincount(index, minlength=num_rows + 1)[:num_rows]
+    occurrences = occurrences[: int(counts.sum())]
+    samples = occurrences if offsets is None else torch.repeat_interleave(offsets.diff())[occurrences]
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), samples, occurrences
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("kind", ["empty", "one row", "all equal", "all padding", "descending", "random", "few rows"])
+def test_by_row_as_torch_sorts(kind: str, has_offsets: bool) -> None:
+    """Fails if group_by_row goes through the samples backwards, or leaves out the shift of row_offsets at its end."""
+    torch.manual_seed(5)
+    num_rows = {"one row": 1, "few rows": 3}.get(kind, 500)
+    index = {
+        "empty": torch.empty(0, dtype=torch.int64),
+        "all equal": torch.full((700,), 499),
+        "all padding": torch.full((700,), 500),
+        "descending": torch.arange(500, -1, -1),
+    }.get(kind, torch.randint(0, num_rows + 1, (5000,)))
+    cuts = torch.randint(0, len(index) + 1, (300,)).sort()[0]  # some samples are empty
+    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([len(index)])]) if has_offsets else None
+    row_offsets, samples, occurrences = sorted_by_torch(index, offsets, num_rows)
+    for has_weights in (False, True):
+        segments = by_row(index, offsets, num_rows, has_weights)
+        made = make_segments(samples, row_offsets, occurrences if has_weights else None)
+        assert segments.num_segments == made.num_segments
+        arrays = zip(_arrays(segments), _arrays(made), strict=True)
+        assert all(torch.equal(one, other) for one, other in arrays)
+
+
+def _arrays(segments: Segments) -> list[Tensor]:
+    arrays: list[Tensor] = []
+    segments.map(lambda array: arrays.append(array) or array)
+    return arrays
+
+
 def test_by_row_of_nothing() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     segments = by_row(nothing, None, 3)
@@ -165,6 +203,11 @@ def test_what_is_refused(device: torch.device) -> None:
     for index in (torch.tensor([0, 4]), torch.tensor([-1, 0])):
         with pytest.raises(ValueError, match=r"outside 0 \.\. 3"):
             by_row(index, None, 3)
+    for offsets in (torch.tensor([0, 3]), torch.tensor([0, 1]), torch.tensor([0, -1, 2]), torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="offsets do not rise"):
+            by_row(torch.tensor([0, 1]), offsets, 3)
+    with pytest.raises(ValueError, match=r"index is torch\.int32"):
+        by_row(torch.tensor([0, 1], dtype=torch.int32), None, 3)
     with pytest.raises(ValueError, match="order"):
         make_segments(torch.tensor([0, 1]), torch.tensor([0, 3]))
     segments, values = one_each(torch.tensor([0, 1])).to(device), torch.zeros(2, 3, device=device)
