@@ -1,7 +1,6 @@
 """Host memory to the device and back, through pinned memory, which torch keeps and hands out again."""
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from typing import Protocol, Self, TypeVar
 
 import torch
@@ -40,24 +39,27 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def upload(tensors: Iterable[Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Begins to copy these to the device, in this thread's stream and in one piece; each is then found by the original.
-    Those that are there already stay."""
+    """Begins to copy these to the device, in this thread's stream, all of a dtype in one piece; each is then found by the
+    original. Those that are there already stay."""
     originals = {id(tensor): tensor for tensor in tensors if tensor.device != device}
-    if not originals:
-        return lambda tensor: tensor
-    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in originals.values()))
-    staged = host_empty((ends[-1],), torch.uint8, device)
-    for tensor, end in zip(originals.values(), ends, strict=True):
-        _piece(staged, tensor, end).copy_(tensor)
-    there = staged.to(device, non_blocking=True)
-    copies = {name: _piece(there, tensor, end) for (name, tensor), end in zip(originals.items(), ends, strict=True)}
+    copies: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in originals.values()}:
+        copies |= _upload({name: t for name, t in originals.items() if t.dtype == dtype}, dtype, device)
     return lambda tensor: copies.get(id(tensor), tensor)
 
 
-def _piece(memory: Tensor, tensor: Tensor, end: int) -> Tensor:
-    """Where the tensor lies."""
-    first = end - -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+def _upload(originals: dict[int, Tensor], dtype: torch.dtype, device: torch.device) -> dict[int, Tensor]:
+    """In few calls, however many they are: a thread that makes many small ones keeps others from launching kernels."""
+    aligned = max(1, ALIGNMENT // dtype.itemsize)
+    filling = torch.zeros(aligned, dtype=dtype)
+    pieces = [piece for t in originals.values() for piece in (t.reshape(-1), filling[: -t.numel() % aligned])]
+    sizes = [piece.numel() for piece in pieces]
+    staged = torch.cat(pieces, out=host_empty((sum(sizes),), dtype, device))
+    parts = staged.to(device, non_blocking=True).split(sizes)[::2]
+    return {
+        name: part if original.dim() == 1 else part.view(original.shape)
+        for (name, original), part in zip(originals.items(), parts, strict=True)
+    }
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Losses and gradients that are not finite: how they are found, and what is said of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ def finite(values: Tensor) -> Tensor:
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
     return torch.stack(values.aminmax()).isfinite().all()
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """The same of many small ones, in few launches: the largest number is not finite if any is not."""
+    return torch.nn.utils.get_total_norm(tensors, float("inf"), foreach=True).isfinite()
 
 
 def are_finite(values: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nestpipe.device.streams import Mark, has_streams, use_here, wait_for
 from nestpipe.distributed.world import World
-from nestpipe.pipelining.finite import NonFiniteError, are_finite, finite
+from nestpipe.pipelining.finite import NonFiniteError, all_finite, are_finite, finite
 from nestpipe.pipelining.step import Step
 
 
@@ -85,8 +85,8 @@ class DenseReducer:
         """Whether all is finite is found out, and told to other ranks, on the device; the host goes on meanwhile."""
         device = self.world.device
         total = loss if loss is not None else torch.zeros((), dtype=torch.float64, device=device)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        is_unsound = ~torch.stack([finite(values) for values in (total, *gradients, *step.gradients())]).all()
+        of_dense = all_finite([total, *(p.grad for p in self.parameters if p.grad is not None)])
+        is_unsound = ~torch.stack([of_dense, *(finite(values) for values in step.gradients())]).all()
         with step.trace.span("reduce"):
             told = self.world.dense.begin_sum([torch.stack([is_unsound.double(), total.double()])])
             sums = self._sums()
