@@ -39,8 +39,8 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def upload(tensors: Iterable[Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Begins to copy these to the device, in this thread's stream, all of a dtype in one piece; each is then found by the
-    original. Those that are there already stay."""
+    """Begins to copy these to the device, in this thread's stream, all of a dtype in one piece; each is then found by
+    the original. Those that are there already stay."""
     originals = {id(tensor): tensor for tensor in tensors if tensor.device != device}
     copies: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in originals.values()}:

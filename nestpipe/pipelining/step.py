@@ -76,7 +76,8 @@ class Step:
             with self.trace.span("dense", i):
                 leaves = self._window.leaves(i)
                 if num_samples > 0:
-                    seed_generators(self._pipeline.seed, self.number, self._pipeline.world.rank, i)
+                    world = self._pipeline.world
+                    seed_generators(world.device, self._pipeline.seed, self.number, world.rank, i)
                     embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
                     yield MicroBatch(embeddings, request.inputs[i], leaves, num_samples, is_last=i == trained[-1])
                 self._hand_over(i, leaves)
@@ -175,6 +176,13 @@ class Step:
         self.trace.add_bytes("written_back_bytes_per_step", written)
 
 
-def seed_generators(*purpose: int) -> None:
-    """The default generators, which the model's dropout draws from, from (seed, step, rank, micro-batch)."""
-    torch.manual_seed(zlib.crc32(repr(purpose).encode()))
+def seed_generators(device: torch.device, *purpose: int) -> None:
+    """The default generators, which the model's dropout draws from, from (seed, step, rank, micro-batch).
+
+    As torch.manual_seed does, which however remembers every call, with its traceback, for each kind of device that is
+    not there.
+    """
+    seed = zlib.crc32(repr(purpose).encode())
+    torch.default_generator.manual_seed(seed)
+    if has_streams(device):
+        torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
