@@ -101,7 +101,8 @@ class Pipeline:
             **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
         listed = operations(schedule, num_micro_batches, steps)
-        self.executor = Executor(listed, actions, self.trace, self.world.watch, self.world.streams)
+        world = self.world
+        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
         self._first_step = self._number = first_step
         self._failed_step: int | None = None
         """of a device: the first one that is masked, once the host has heard of it"""
