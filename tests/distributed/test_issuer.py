@@ -20,7 +20,6 @@ from tests.exactness.test_e1_bit_identical import STREAMS, train_stream
 from tests.ranks import run_ranks
 from tests.schedules import OUTER
 
-
 SOME = ["all_equal", "period_2", "empty_batches", "ragged_end", "one_rank_empty"]
 
 
