@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for
+from nestpipe.device.tally import Tally
 from nestpipe.device.transfer import download, host_empty
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
@@ -34,6 +35,7 @@ class Channel:
         streams: Streams | None = None,
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.name = name
         self.rank = watch.rank
@@ -43,6 +45,7 @@ class Channel:
         self._device_group = device_group
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
+        self._tally = tally
         self._num_agreed = 0
 
     def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
@@ -56,7 +59,9 @@ class Channel:
         send = download(torch.cat(parts))
         received = host_empty((sum(receive_bytes),), torch.uint8, device)
         self._run(lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=self._group))
-        return list(received.to(device, non_blocking=True).split(receive_bytes))
+        there = received.to(device, non_blocking=True)
+        self._count(send, there)
+        return list(there.split(receive_bytes))
 
     def _all_to_all_direct(self, send: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> list[Tensor]:
         received = send.new_empty(sum(receive_bytes))
@@ -64,6 +69,7 @@ class Channel:
         self._issue(
             lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=group), send, received
         )
+        self._count(send, received)
         return list(received.split(receive_bytes))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
@@ -136,6 +142,10 @@ class Channel:
             self._guarded(collective)
         else:
             self.watch.wait(self._lane.submit(lambda: self._guarded(collective)), self.name)
+
+    def _count(self, *messages: Tensor) -> None:
+        if self._tally is not None:
+            self._tally.add(*messages)
 
     def _is_direct(self, device: torch.device) -> bool:
         return self._device_group is not None and device == self._streams.device

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import has_streams, mark
+from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty, upload
 from nestpipe.embedding.route import OwnedTable, Route
 from nestpipe.embedding.rows import copy_rows
@@ -82,6 +83,7 @@ class BufferMemory:
             records = torch.empty(shape, dtype=table.dtype, device=self.device)
             mirror = host_empty(shape, table.dtype, self.device) if has_streams(self.device) else None
             self._of_tables[table.name] = (records, mirror)
+            embedding_memory.add(records)
         slots, found = slice(len(keys)), torch.ones(len(keys), dtype=torch.bool)
         return Buffer(table, keys, records[slots], found, None if mirror is None else mirror[slots])
 

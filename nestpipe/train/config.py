@@ -181,6 +181,13 @@ class DistributedSection:
 
 
 @dataclass(frozen=True)
+class MemorySection:
+    device_budget_bytes: int | None = key(
+        None, "of the device, for a rank's embeddings; a batch that needs more is refused; not set: any", at_least=1
+    )
+
+
+@dataclass(frozen=True)
 class EvaluateSection:
     num_samples: int = key(65536, "held-out samples; 0: no evaluation", at_least=0)
     batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
@@ -219,6 +226,7 @@ class Config:
     store: StoreSection = StoreSection()
     runtime: RuntimeSection = RuntimeSection()
     distributed: DistributedSection = DistributedSection()
+    memory: MemorySection = MemorySection()
     evaluate: EvaluateSection = EvaluateSection()
     logging: LoggingSection = LoggingSection()
     checkpoint: CheckpointSection = CheckpointSection()
