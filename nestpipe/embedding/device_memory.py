@@ -24,6 +24,15 @@ from nestpipe.embedding.route import Route
 from nestpipe.embedding.table import Table
 from nestpipe.embedding.window_memory import widest
 
+MEANINGS = {
+    "buffers": "2 x 1.25 x owned keys x (row + row state)",
+    "slots": "of each batch under way: positions, occurrences, inputs, plans",
+    "rows": "distinct keys x row, kept by the requester",
+    "leaves": "keys of each micro-batch that is brought ahead x row",
+    "gradients": "of a leaf, summed by the requester, at the owner for each requester",
+    "exchange": "messages of one micro-batch",
+}
+
 REMEDY = (
     "Take a smaller batch, more ranks, rows of fewer columns or a row optimizer with less state; or raise the budget, "
     "if the dense model leaves room for it"
@@ -55,8 +64,8 @@ class DeviceBytes:
         return self.buffers + self.exchange
 
     def __str__(self) -> str:
-        terms = " + ".join(f"{name} {megabytes(num_bytes)}" for name, num_bytes in self.terms.items() if num_bytes > 0)
-        return f"{megabytes(self.total)} MB = {terms}"
+        terms = [f"{megabytes(part)} {name} ({MEANINGS[name]})" for name, part in self.terms.items() if part > 0]
+        return f"{megabytes(self.total)} MB = {' + '.join(terms)}"
 
 
 class DeviceMemory:
@@ -101,8 +110,8 @@ class DeviceMemory:
         num_keys = sum(len(table.keys) for table in route.request.tables)
         return (
             f"a batch with {num_keys:,} distinct keys, {num_owned:,} owned by this rank, in "
-            f"{len(route.request.num_samples)} micro-batches needs {needed} of device memory for its embeddings, more "
-            f"than memory.device_budget_bytes, {megabytes(self.budget_bytes)} MB; it was not trained. {REMEDY}"
+            f"{len(route.request.num_samples)} micro-batches needs more device memory for its embeddings than "
+            f"memory.device_budget_bytes, {megabytes(self.budget_bytes)} MB: {needed}. It was not trained. {REMEDY}"
         )
 
     def _buffers(self, number: int, route: Route) -> int:
