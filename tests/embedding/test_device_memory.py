@@ -1,7 +1,7 @@
 """The formula of device memory: against what runs really hold, against numbers worked out by hand, and as a limit.
 
-Fails, for example, if _AmongRanks leaves out the slots' gradients, _Leaves.live the micro-batches that are brought
-ahead, or DeviceMemory._buffers the row state.
+Fails, for example, if _Leaves.live leaves out the micro-batches that are brought ahead, or DeviceMemory._buffers the
+row state.
 """
 
 import pytest
@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Pooled, Sequence, Table, Trainer, World
 from nestpipe.data import Jagged
+from nestpipe.data.cluster import Clustering
 from nestpipe.distributed import RankError
 from nestpipe.embedding.row_optimizer import Adagrad, RowwiseAdagrad
 from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.store import group_by_owner
 from tests.exactness.cases import on_ranks
+from tests.ranks import run_ranks
 
 DIM, PER_SAMPLE = 48, 6
 PLENTY = 10**12
@@ -91,6 +94,29 @@ def test_terms_by_hand() -> None:
         "gradients": (3 + 2) * 4 * 4,
         "exchange": 0,
     }
+
+
+def terms_among_ranks(world: World) -> tuple[dict[str, int], int, int]:
+    """Both ranks have a sample of the keys 0 .. 9, then one of 5 .. 14: 0 .. 4 are returned first, then the others."""
+    trainer = make_trainer(world, "intra", 2, clustering=Clustering("none"), device_budget_bytes=PLENTY)
+    samples = Jagged.from_lists([list(range(10)), list(range(5, 15))])
+    none = Jagged.from_lists([[], []])
+    result = trainer.fit([Batch({"items": samples, "tags": none}, {})])
+    assert result.device_bytes is not None
+    owned = [int(group_by_owner("item", torch.arange(first, 15), 2)[1][world.rank]) for first in (0, 5)]
+    return dict(result.device_bytes.terms), *owned
+
+
+def test_terms_among_ranks_by_hand() -> None:
+    """Fails if _AmongRanks leaves out the slots' gradients."""
+    row = DIM * 4
+    for terms, num_owned, num_owned_last in run_ranks(2, terms_among_ranks):
+        assert terms["buffers"] == 2 * (num_owned + num_owned // 4) * 2 * row
+        assert terms["rows"] == 15 * row
+        assert terms["leaves"] == 10 * row  # of the last micro-batch
+        assert terms["gradients"] == (10 + 15 + 2 * num_owned) * row  # its own, summed here, of both ranks at the owner
+        sent, received = 10 - num_owned_last, num_owned_last
+        assert terms["exchange"] == (10 + 2 * sent + received + 2 * num_owned_last) * row
 
 
 def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int, int, int]:
