@@ -68,6 +68,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
     summary: Summary = {
         "schedule": config.pipeline.schedule,
         "ranks": world.size,
+        "backend": world.backend,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "steps": trainer.num_steps,
         "final_loss": result.losses[-1] if result.losses else None,
