@@ -217,6 +217,8 @@ class Pipeline:
     def _end(self, gives_up: bool = False) -> None:
         """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
         the process. A rank alone that gives up does not wait for its reader, either."""
+        if self.memory is not None:
+            self.memory.end()
         if self.world.watch.failure is not None:
             return
         try:
@@ -232,8 +234,6 @@ class Pipeline:
                 self.stages.flush()
             self._hear()
             self.executor.close()
-            if self.memory is not None:
-                self.memory.end()
             self.untrained = self.stages.untrained()
             finish_all(self.world.device)  # the next run may get the memory of this one
             self.trace.settle()
