@@ -22,6 +22,14 @@ DIM, PER_SAMPLE = 48, 6
 PLENTY = 10**12
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class SumOfAll(nn.Module):
     def __init__(self) -> None:
         super().__init__()
