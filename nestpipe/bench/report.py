@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -31,6 +32,11 @@ class Environment:
     load_after: float
     busy: bool
     """Something else was running: the figures are worth less."""
+    accelerator: str | None = None
+    """as its driver names it, with their number if there are several; None: the machine has none, as in all below"""
+    driver: str | None = None
+    cuda: str | None = None
+    """that torch was built with"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ def run_bench(
         load_before=load_before,
         load_after=os.getloadavg()[0],
         busy=load_before > 0.5,
+        **_accelerator(),
     )
     if environment.busy:
         console.print(f"the machine was busy when this started (load average {load_before:.2f})", style="yellow")
@@ -116,3 +123,24 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def _accelerator() -> dict[str, str | None]:
+    """Of this machine; also where a benchmark does not use it."""
+    if not torch.accelerator.is_available():
+        return {}
+    count, is_cuda = torch.accelerator.device_count(), torch.cuda.is_available()
+    name = torch.cuda.get_device_name(0) if is_cuda else torch.accelerator.current_accelerator()
+    return {
+        "accelerator": f"{count} x {name}" if count > 1 else str(name),
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver_version() -> str | None:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -74,6 +74,22 @@ def _show_memory(summary: Summary, console: Console) -> None:
     rows.append(_memory_row("all tables", total))
     console.print(_table(None, ("table", "rows", "row MB", "state MB", "overhead MB"), rows))
     console.print(f"peak memory of a rank {summary['peak_rss_bytes'] / 1e6:,.0f} MB", highlight=False)
+    if summary["device_memory"] is not None:
+        _show_device_memory(summary["device_memory"], console)
+
+
+def _show_device_memory(memory: dict[str, int | None], console: Console) -> None:
+    sizes = {name.removesuffix("_bytes"): num_bytes / 1e6 for name, num_bytes in memory.items() if num_bytes}
+    named = {
+        "formula": "device memory of embeddings, by the formula",
+        "peak": "device memory of embeddings, at most",
+        "host_staging": "pinned host memory beside it",
+        "whole_device_peak": "device memory of all, at most",
+    }
+    terms = [(f"  {name}", f"{size:,.2f}") for name, size in sizes.items() if name not in named]
+    rows = {name: (text, f"{sizes[name]:,.2f}") for name, text in named.items() if name in sizes}
+    first = [rows.pop("formula")] if "formula" in rows else []
+    console.print(_table(None, ("of the rank that needs most", "MB"), [*first, *terms, *rows.values()]))
 
 
 def _memory_row(name: str, table: dict[str, int]) -> tuple[str, ...]:

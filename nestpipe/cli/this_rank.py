@@ -24,8 +24,9 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(ranks_here, os.cpu_count() or 1)
     assert config.runtime.device is not None
+    section = config.distributed
     try:
-        world = World.from_environment(config.distributed.timeout_seconds, config.runtime.device)
+        world = World.from_environment(section.timeout_seconds, config.runtime.device, section.backend)
     except ValueError as error:
         raise failed(error, 2) from None
     try:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for
+from nestpipe.device.tally import Tally
 from nestpipe.device.transfer import download, host_empty
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
@@ -19,21 +20,32 @@ class Channel:
     """All ranks use a channel in the same order. In a world of one nothing is sent.
 
     Collectives are of host memory: what is on a device passes through pinned memory, and the thread waits for the copy.
+    Given a device group, those of device memory go through it, directly; then `lane` is the only thread that issues
+    any, for all channels, in an order that is the same on every rank.
 
     The main thread never waits inside a collective: there it could neither be interrupted nor give up. It hands the
     collective to the channel's lane. The thread of another lane may block, since somebody waits for it with a watch.
     """
 
     def __init__(
-        self, name: str, watch: Watch, group: dist.ProcessGroup | None = None, streams: Streams | None = None
+        self,
+        name: str,
+        watch: Watch,
+        group: dist.ProcessGroup | None = None,
+        streams: Streams | None = None,
+        lane: Lane | None = None,
+        device_group: dist.ProcessGroup | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.name = name
         self.rank = watch.rank
         self.size = watch.size
         self.watch = watch
         self._group = group
-        self._lane = Lane(name)
+        self._device_group = device_group
+        self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
+        self._tally = tally
         self._num_agreed = 0
 
     def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
@@ -41,11 +53,24 @@ class Channel:
         if self.size == 1:
             return parts
         device = parts[0].device
+        send_bytes = [part.numel() for part in parts]
+        if self._is_direct(device):
+            return self._all_to_all_direct(torch.cat(parts), send_bytes, receive_bytes)
         send = download(torch.cat(parts))
         received = host_empty((sum(receive_bytes),), torch.uint8, device)
-        send_bytes = [part.numel() for part in parts]
         self._run(lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=self._group))
-        return list(received.to(device, non_blocking=True).split(receive_bytes))
+        there = received.to(device, non_blocking=True)
+        self._count(send, there)
+        return list(there.split(receive_bytes))
+
+    def _all_to_all_direct(self, send: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> list[Tensor]:
+        received = send.new_empty(sum(receive_bytes))
+        group = self._device_group
+        self._issue(
+            lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=group), send, received
+        )
+        self._count(send, received)
+        return list(received.split(receive_bytes))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
@@ -62,7 +87,9 @@ class Channel:
 
     def all_reduce_sum(self, values: Tensor) -> None:
         """In place."""
-        if self.size > 1:
+        if self.size > 1 and self._is_direct(values.device):
+            self._issue(lambda: dist.all_reduce(values, group=self._device_group), values)
+        elif self.size > 1:
             here = download(values)
             self._run(lambda: dist.all_reduce(here, group=self._group))
             if here is not values:
@@ -82,7 +109,8 @@ class Channel:
             with self._streams.of(self.name):
                 wait_for(moment)
                 use_here(*parts)
-                values = download(torch.cat([part.flatten() for part in parts]))
+                values = torch.cat([part.flatten() for part in parts])
+                values = values if self._is_direct(device) else download(values)
                 self.all_reduce_sum(values)
                 return values.to(device, non_blocking=True), mark(device)
 
@@ -109,13 +137,38 @@ class Channel:
         self._lane.close()
 
     def _run(self, collective: Callable[[], object]) -> None:
-        def guarded() -> None:
-            try:
-                collective()
-            except RuntimeError as error:
-                raise LostConnectionError(str(error)) from error
-
+        """Of host memory."""
         if isinstance(threading.current_thread(), LaneThread):
-            guarded()
+            self._guarded(collective)
         else:
-            self.watch.wait(self._lane.submit(guarded), self.name)
+            self.watch.wait(self._lane.submit(lambda: self._guarded(collective)), self.name)
+
+    def _count(self, *messages: Tensor) -> None:
+        if self._tally is not None:
+            self._tally.add(*messages)
+
+    def _is_direct(self, device: torch.device) -> bool:
+        return self._device_group is not None and device == self._streams.device
+
+    def _issue(self, collective: Callable[[], object], *tensors: Tensor) -> None:
+        """Of device memory, always in the lane's thread. What this thread's stream is given next comes after it."""
+        if self._lane.is_current:
+            self._guarded(collective)
+            return
+        device = self._streams.device
+        moment = mark(device)
+
+        def issue() -> Mark:
+            with self._streams.of(self.name):
+                wait_for(moment)
+                use_here(*tensors)
+                self._guarded(collective)
+                return mark(device)
+
+        wait_for(self.watch.wait(self._lane.submit(issue), self.name))
+
+    def _guarded(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise LostConnectionError(str(error)) from error

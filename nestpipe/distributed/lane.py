@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,11 @@ class Lane:
         self.name = name
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: LaneThread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is this lane's thread that asks."""
+        return current_thread() is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         if self._thread is None:

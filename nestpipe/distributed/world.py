@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from nestpipe.device.streams import Streams, device_of_rank, full_device
+from nestpipe.device.streams import Streams, device_of_rank, full_device, has_streams
+from nestpipe.device.tally import embedding_memory
+from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
+from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.watch import Watch
 
 START_SECONDS = 120
@@ -32,8 +35,16 @@ class World:
     """One process among `size`. `World()` is a world of one, without a process group."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, timeout_seconds: float = 25.0, device: torch.device | str = "cpu"
+        self,
+        rank: int = 0,
+        size: int = 1,
+        timeout_seconds: float = 25.0,
+        device: torch.device | str = "cpu",
+        backend: str = "gloo",
+        has_issuer: bool | None = None,
     ) -> None:
+        """backend: gloo, or nccl, which carries what is in device memory. has_issuer: whether one thread issues all
+        collectives of rows and dense gradients, in schedule order; None: if the backend needs it."""
         self.rank = rank
         self.size = size
         self.device = full_device(device)
@@ -41,24 +52,33 @@ class World:
         self.streams = Streams(self.device)
         store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
         self.watch = Watch(rank, size, store, timeout_seconds)
+        self.backend = backend
+        needs_issuer = backend == "nccl" if has_issuer is None else has_issuer
+        self.issuer = Lane("issuer") if size > 1 and needs_issuer else None
+        """the one thread that issues collectives of device memory; None: each lane issues its own"""
         self.route = self._channel("route")
-        self.rows = self._channel("row exchange")
-        self.gradients = self._channel("gradient return")
-        self.dense = self._channel("dense reduction")
+        self.rows = self._channel("row exchange", is_on_device=True)
+        self.gradients = self._channel("gradient return", is_on_device=True)
+        self.dense = self._channel("dense reduction", is_on_device=True)
         self.evaluate = self._channel("evaluation")
         self.control = self._channel("agreement")
         self._reductions: list[ReferenceType[Reduction]] = []
 
     @staticmethod
-    def from_environment(timeout_seconds: float = 25.0, device: torch.device | str = "cpu") -> "World":
+    def from_environment(
+        timeout_seconds: float = 25.0, device: torch.device | str = "cpu", backend: str = "auto"
+    ) -> "World":
         """The ranks that torchrun, or whoever set its variables, has started; a world of one if nobody has."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         device = device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))))
         if size == 1:
+            choose_backend(backend, [device_place(device)])  # refuses one that is not to be had here
             return World(device=device)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
-        return World(dist.get_rank(), dist.get_world_size(), timeout_seconds, device)
+        places = [""] * size
+        dist.all_gather_object(places, device_place(device))
+        return World(dist.get_rank(), size, timeout_seconds, device, choose_backend(backend, places))
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -85,7 +105,15 @@ class World:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def _channel(self, name: str) -> Channel:
-        # The watch decides how long to wait, by the main thread's clock; gloo's own limit must not come first.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None
-        return Channel(name, self.watch, group, self.streams)
+    def _channel(self, name: str, is_on_device: bool = False) -> Channel:
+        group, lane, device_group = self._group("gloo"), None, None
+        if is_on_device and self.issuer is not None:
+            lane = self.issuer
+            if self.backend == "nccl" or not has_streams(self.device):  # gloo cannot take what is on a device
+                device_group = self._group(self.backend)
+        tally = embedding_memory if is_on_device else None
+        return Channel(name, self.watch, group, self.streams, lane, device_group, tally)
+
+    def _group(self, backend: str) -> dist.ProcessGroup | None:
+        # The watch decides how long to wait, by the main thread's clock; the backend's own limit must not come first.
+        return dist.new_group(backend=backend, timeout=timedelta(days=1)) if self.size > 1 else None

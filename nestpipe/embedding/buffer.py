@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import has_streams, mark
+from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty, upload
 from nestpipe.embedding.route import OwnedTable, Route
 from nestpipe.embedding.rows import copy_rows
@@ -90,6 +91,7 @@ class BufferMemory:
         if records is None or len(records) < len(keys):
             records, mirror = self._new(len(keys) + len(keys) // 4, num_columns, table.dtype)
             self._of_tables[table.name] = (records, mirror)
+            embedding_memory.add(records)
         slots, found = slice(len(keys)), torch.ones(len(keys), dtype=torch.bool)
         return Buffer(table, keys, records[slots], num_columns, found, None if mirror is None else mirror[slots])
 

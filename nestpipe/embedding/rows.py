@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import has_streams
+from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.memory import recycled
 from nestpipe.kernels.rows import add_rows as add_on_device
 from nestpipe.kernels.rows import copy_rows as copy_on_device
@@ -15,7 +16,9 @@ from nestpipe.store import copy_records
 
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that was used before, where that is faster."""
-    return torch.empty(shape, dtype=dtype, device=device) if has_streams(device) else recycled.empty(shape, dtype)
+    out = torch.empty(shape, dtype=dtype, device=device) if has_streams(device) else recycled.empty(shape, dtype)
+    embedding_memory.add(out)
+    return out
 
 
 def take_rows(source: Tensor, places: Tensor) -> Tensor:

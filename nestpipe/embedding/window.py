@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import use_here
+from nestpipe.device.tally import embedding_memory
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
 from nestpipe.embedding.local_window import LocalWindow
@@ -116,7 +117,9 @@ class OwnerTable:
         return total
 
     def _zeros(self, num_rows: int) -> Tensor:
-        return torch.zeros(num_rows, self.table.dim, dtype=self.table.dtype, device=self.buffer.records.device)
+        zeros = torch.zeros(num_rows, self.table.dim, dtype=self.table.dtype, device=self.buffer.records.device)
+        embedding_memory.add(zeros)
+        return zeros
 
 
 def open_window(
@@ -195,11 +198,13 @@ class Window:
                 of_table[rank] * table.dim * table.dtype.itemsize
                 for of_table, table in zip(counts, tables, strict=True)
             ]
+        embedding_memory.add(*parts)
         messages = channel.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
         received = [
             torch.empty(sum(of_table), table.dim, dtype=table.dtype, device=device)
             for of_table, table in zip(counts, tables, strict=True)
         ]
+        embedding_memory.add(*received)
         pieces = [message.split(of_rank) for message, of_rank in zip(messages, sizes, strict=True)]
         for t, rows in enumerate(received):
             for rank, part in enumerate(rows.split(counts[t])):

@@ -18,6 +18,10 @@ REMOTE = ("route", "bring", "take")
 """stages of other lanes that need other ranks; at the others a rank works alone, as long as it takes"""
 
 
+ISSUING = ("rows", "gradients")
+"""lanes whose operations are collectives of device memory"""
+
+
 class AbandonedError(RuntimeError):
     """An operation was given up because the run has ended."""
 
@@ -30,6 +34,9 @@ class Executor:
 
     On an accelerator each lane has a stream. There an operation is done when all of it is enqueued; its result is a
     mark, and the stream of an operation that waits for it goes on from there.
+
+    An issuer, if there is one, is the thread of all lanes that issue collectives of device memory; each has its stream.
+    Their operations wait for none but the compute lane's, so it does them in the order of the list.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Executor:
         trace: Trace,
         watch: Watch,
         streams: Streams,
+        issuer: Lane | None = None,
     ) -> None:
         self._operations = operations
         self._actions = actions
@@ -46,6 +54,7 @@ class Executor:
         self._watch = watch
         self._head = next(operations)
         self._lanes: dict[str, Lane] = {}
+        self._issuer = issuer
         self._device = streams.device
         self._streams = streams
         self._pending: dict[Name, Future[Mark]] = {}
@@ -110,12 +119,17 @@ class Executor:
                 self._actions[op.stage](op)
             return
         with self._trace.span("other"):
-            if op.lane not in self._lanes:
-                self._lanes[op.lane] = Lane(op.lane)
             # What is not pending was done on the compute lane, by this thread, before it came here.
             before = [self._pending[name] for name in op.waits_for if name in self._pending]
             here = mark(self._device) if len(before) < len(op.waits_for) else None
-            self._pending[op.name] = self._lanes[op.lane].submit(lambda: self._run(op, before, here))
+            self._pending[op.name] = self._lane(op.lane).submit(lambda: self._run(op, before, here))
+
+    def _lane(self, name: str) -> Lane:
+        if self._issuer is not None and name in ISSUING:
+            return self._issuer
+        if name not in self._lanes:
+            self._lanes[name] = Lane(name)
+        return self._lanes[name]
 
     def _run(self, op: Op, before: list[Future[Mark]], compute: Mark) -> Mark:
         """In the lane's thread."""

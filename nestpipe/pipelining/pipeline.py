@@ -10,11 +10,12 @@ from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.streams import finish_all
 from nestpipe.distributed import World
+from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
-from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
+from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, WINDOWED, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
@@ -42,11 +43,13 @@ class Pipeline:
         first_step: int = 0,
         seed: int = 0,
         num_threads: int = 1,
+        device_budget_bytes: int | None = None,
         trace: Trace | None = None,
         stale: bool = False,
         fault: str = "none",
     ) -> None:
-        """`stale` and `fault` are for experiments and tests: they make the result wrong."""
+        """device_budget_bytes: what the embedding part may take of the device, on each rank; a batch that needs more is
+        refused, see docs/memory.md. `stale` and `fault` are for experiments and tests: they make the result wrong."""
         _check_choice("schedule", schedule, SCHEDULES)
         _check_choice("window", window, WINDOWS)
         _check_choice("fault", fault, FAULTS)
@@ -73,6 +76,8 @@ class Pipeline:
         self.untrained: list[Batch | Exception] = []
         """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
         too"""
+        self.memory = self._device_memory(device_budget_bytes, schedule)
+        """what the embedding part needs of the device, if it has a budget"""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
         self.stages = Stages(
             self.features,
@@ -87,6 +92,7 @@ class Pipeline:
             keeps_overlap=schedule in OVERLAPPING,
             stale=stale,
             fault=fault,
+            memory=self.memory,
         )
         actions: dict[str, Action] = {
             "prefetch": self.stages.prefetch,
@@ -101,7 +107,8 @@ class Pipeline:
             **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
         listed = operations(schedule, num_micro_batches, steps)
-        self.executor = Executor(listed, actions, self.trace, self.world.watch, self.world.streams)
+        world = self.world
+        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
         self._first_step = self._number = first_step
         self._failed_step: int | None = None
         """of a device: the first one that is masked, once the host has heard of it"""
@@ -210,6 +217,8 @@ class Pipeline:
     def _end(self, gives_up: bool = False) -> None:
         """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
         the process. A rank alone that gives up does not wait for its reader, either."""
+        if self.memory is not None:
+            self.memory.end()
         if self.world.watch.failure is not None:
             return
         try:
@@ -228,6 +237,12 @@ class Pipeline:
             self.untrained = self.stages.untrained()
             finish_all(self.world.device)  # the next run may get the memory of this one
             self.trace.settle()
+
+    def _device_memory(self, budget_bytes: int | None, schedule: str) -> DeviceMemory | None:
+        if budget_bytes is None:
+            return None
+        lanes = {"is_windowed": schedule in WINDOWED, "is_overlapping": schedule in OVERLAPPING}
+        return DeviceMemory(budget_bytes, self.world.rank, self.world.device, **lanes)
 
     def _leave_step(self) -> None:
         """Ranks may have left a step at different micro-batches: each goes through with what others may wait for."""

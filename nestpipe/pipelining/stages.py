@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import Clustering
 from nestpipe.device.streams import finish
+from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import download
 from nestpipe.distributed import World
 from nestpipe.embedding.buffer import (
@@ -21,6 +23,7 @@ from nestpipe.embedding.buffer import (
     sync_overlap,
     write_back,
 )
+from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.embeddings import on_device
 from nestpipe.embedding.local_window import LocalWindow
 from nestpipe.embedding.plan import Plans
@@ -104,6 +107,7 @@ class Stages:
         keeps_overlap: bool,
         stale: bool,
         fault: str,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self._features = features
         self._num_tables = len(tables_of(features))
@@ -118,6 +122,7 @@ class Stages:
         self._keeps_overlap = keeps_overlap
         self._stale = stale
         self._fault = fault
+        self._device_memory = memory
         self._flights: dict[int, Flight] = {}
         self._memory = BufferMemory(world.device), BufferMemory(world.device)
         self._num_steps_routed = 0
@@ -156,6 +161,7 @@ class Stages:
         if isinstance(flight.request, Request):
             try:
                 flight.request = on_device(self._features, flight.request, self._world.device)
+                embedding_memory.add_all(flight.request)
             except Exception as error:
                 flight.request = error
 
@@ -167,10 +173,25 @@ class Stages:
             flight.route = route_keys(flight.request, self._num_tables, self._world.route)
             if flight.route is not None:
                 flight.plans = Plans.of(flight.route, self._window).to(self._world.device)
+                embedding_memory.add_all(flight.plans)
+                self._check_memory(flight)
         except Exception as error:
             flight.error = error
         self._has_ended = flight.route is None
         self._num_steps_routed += flight.is_step
+
+    def _check_memory(self, flight: Flight) -> None:
+        """On all ranks: raises if the batch would not fit on one of them. Nothing has been made for its rows yet."""
+        if self._device_memory is None:
+            return
+        assert flight.route is not None
+        assert flight.plans is not None
+        error = self._device_memory.error(flight.number, flight.route, flight.plans) if flight.route.is_step else None
+        channel = self._world.route
+        failed = channel.all_to_all_equal(torch.full((channel.size, 1), int(error is not None))).flatten()
+        if bool(failed.any()):
+            flight.route = None
+            channel.raise_agreed(error, failed.nonzero().flatten().tolist())
 
     def retrieve(self, op: Op) -> None:
         flight, before = self.flight(op.batch), self.flight(op.batch - 1)
@@ -181,6 +202,7 @@ class Stages:
             if self._keeps_overlap and before.is_step:
                 assert before.route is not None
                 flight.overlap = find_overlap(before.route.owned, flight.route.owned, self._world.device)
+                embedding_memory.add(*(slots for shared in flight.overlap for slots in shared.on_device))
             memory = self._memory[op.batch % 2]
             flight.buffers = retrieve_rows(flight.route, self._store, memory, flight.overlap)
             flight.problem = room_error(flight.buffers, before.buffers if self._keeps_overlap else (), self._store)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import has_streams
+from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
 from nestpipe.pipelining.finite import are_finite, squared_norm
@@ -90,6 +91,7 @@ class Step:
     def _hand_over(self, micro_batch: int, leaves: Mapping[str, Tensor]) -> None:
         """The gradients, to the lane that returns them: from now on they are its own."""
         self._flight.gradients[micro_batch] = {name: leaf.grad for name, leaf in leaves.items()}
+        embedding_memory.add(*self._flight.gradients[micro_batch].values())
         for leaf in leaves.values():
             leaf.grad = None
             self._handed_over.append(weakref.ref(leaf))

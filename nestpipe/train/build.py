@@ -51,6 +51,7 @@ def build(config: Config, world: World) -> Run:
         fault=config.pipeline.fault,
         seed=config.train.seed,
         num_threads=config.store.num_threads,
+        device_budget_bytes=config.memory.device_budget_bytes,
         autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compiled=config.train.compiled,
     )

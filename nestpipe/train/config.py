@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.data.negatives import NEGATIVES_PER
 from nestpipe.device.streams import default_device
+from nestpipe.distributed.backend import BACKENDS
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
@@ -176,6 +177,14 @@ class RuntimeSection:
 @dataclass(frozen=True)
 class DistributedSection:
     timeout_seconds: float = key(25.0, "after which a rank that does not answer is given up", above=0)
+    backend: str = key("auto", "of device memory; auto: nccl if each rank has a device of its own", choices=BACKENDS)
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    device_budget_bytes: int | None = key(
+        None, "of the device, for a rank's embeddings; a batch that needs more is refused; not set: any", at_least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -217,6 +226,7 @@ class Config:
     store: StoreSection = StoreSection()
     runtime: RuntimeSection = RuntimeSection()
     distributed: DistributedSection = DistributedSection()
+    memory: MemorySection = MemorySection()
     evaluate: EvaluateSection = EvaluateSection()
     logging: LoggingSection = LoggingSection()
     checkpoint: CheckpointSection = CheckpointSection()

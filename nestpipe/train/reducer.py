@@ -42,9 +42,10 @@ class DenseReducer:
     @contextmanager
     def overlap(self, is_last: bool) -> Iterator[None]:
         """Around the backward of a micro-batch. In the last one, each bucket starts as soon as its gradients, and all
-        buckets before it, are complete; `finish` starts the rest."""
+        buckets before it, are complete; `finish` starts the rest. Where one thread issues all collectives, `finish`
+        starts them all: how many micro-batches are still to be returned at a rank's last backward differs by rank."""
         self._see_parameters()
-        if not is_last or not self.buckets:
+        if not is_last or not self.buckets or self.world.issuer is not None:
             yield
             return
         self._num_missing = [len(bucket) for bucket in self.buckets]

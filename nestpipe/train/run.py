@@ -18,7 +18,7 @@ from nestpipe.train.config_text import to_toml
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.evaluate import Metric, evaluate
 from nestpipe.train.rank_metrics import RankMetrics
-from nestpipe.train.summary import summarise, table_memory
+from nestpipe.train.summary import device_memory, summarise, table_memory
 from nestpipe.train.trace_file import write_trace
 from nestpipe.train.trainer import FitResult, Trainer
 from nestpipe.train.validation import Validation
@@ -68,6 +68,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
     summary: Summary = {
         "schedule": config.pipeline.schedule,
         "ranks": world.size,
+        "backend": world.backend,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "steps": trainer.num_steps,
         "final_loss": result.losses[-1] if result.losses else None,
@@ -77,6 +78,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         "metrics": _last_metrics(config, this_run, result),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
+        "device_memory": device_memory(result, world),
         "tables": [asdict(table) for table in table_memory(trainer)],
         "digest": trainer.digest(),
         "config": to_toml(config),

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nestpipe.device.streams import has_streams
 from nestpipe.distributed import World
+from nestpipe.embedding.device_memory import DeviceBytes
 from nestpipe.pipelining.trace import BUSY, BYTE_FIELDS, STAGES, StepTimes
 
 if TYPE_CHECKING:
-    from nestpipe.train.trainer import Trainer
+    from nestpipe.train.trainer import FitResult, Trainer
 
 TIME_FIELDS = tuple(dict.fromkeys(STAGES.values()))
 STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)
@@ -86,3 +88,22 @@ def table_memory(trainer: "Trainer") -> list[TableMemory]:
         item, width = table.dtype.itemsize, table.spec(trainer.seed).state_width
         memory.append(TableMemory(table.name, num_rows, num_rows * table.dim * item, num_rows * width * item, overhead))
     return memory
+
+
+def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | None:
+    """Of the rank whose embeddings need most, by the formula: its terms, their sum, and what they did hold at most.
+
+    All ranks call it, and get the same. Without a budget only what the whole device held; without a device, nothing.
+    """
+    has_device, needed = has_streams(world.device), result.device_bytes
+    whole = torch.accelerator.max_memory_allocated(world.device) if has_device else 0
+    terms = (needed or DeviceBytes()).terms
+    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole, *terms.values()]])
+    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
+    most, peak, _, *parts = of_ranks[int(of_ranks[:, 0].argmax())].tolist()
+    device = {"whole_device_peak_bytes": int(of_ranks[:, 2].max()) if has_device else None}
+    if needed is None:
+        return device if has_device else None
+    of_terms = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
+    staging = DeviceBytes(*parts).staging if has_device else 0
+    return {"formula_bytes": most, "peak_bytes": peak, **of_terms, "host_staging_bytes": staging, **device}

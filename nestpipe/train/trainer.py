@@ -14,6 +14,7 @@ from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.streams import has_streams
 from nestpipe.distributed.world import World
+from nestpipe.embedding.device_memory import DeviceBytes
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining.finite import squared_norm
 from nestpipe.pipelining.pipeline import Pipeline, make_store
@@ -44,6 +45,10 @@ class FitResult:
     """of each validation: the step after which it was, and its numbers"""
     is_stopped: bool = False
     """whether a callback has ended the training"""
+    device_bytes: DeviceBytes | None = None
+    """with a budget: what the embedding part needs of the device by the formula, for the largest batch"""
+    peak_device_bytes: int = 0
+    """with a budget: what it did hold at most"""
 
 
 class Callback(Protocol):
@@ -82,11 +87,14 @@ class Trainer:
         fault: str = "none",
         seed: int = 0,
         num_threads: int = 1,
+        device_budget_bytes: int | None = None,
         autocast: torch.dtype | None = None,
         compiled: bool = False,
     ) -> None:
-        """autocast: the dtype in which the dense model computes where torch deems it safe; rows and their state keep
-        theirs. compiled: the dense model by torch.compile(dynamic=True)."""
+        """device_budget_bytes: what the embedding part of a rank may take of the device; a batch that needs more is
+        refused, the first one before anything is trained. autocast: the dtype in which the dense model computes where
+        torch deems it safe; rows and their state keep theirs. compiled: the dense model by torch.compile(dynamic=True).
+        """
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
@@ -124,6 +132,7 @@ class Trainer:
             "window": window,
             "seed": seed,
             "num_threads": num_threads,
+            "device_budget_bytes": device_budget_bytes,
             "stale": stale,
             "fault": fault,
         }
@@ -181,6 +190,7 @@ class Trainer:
             self.num_steps = num_before + pipeline.num_applied
             _move(pipeline.losses, result.losses)
             result.num_skipped += pipeline.num_skipped
+            _add_memory(result, pipeline)
             source.give_back(pipeline.untrained)
         return result
 
@@ -308,6 +318,15 @@ def _check_device(model: nn.Module, device: torch.device) -> None:
             f"the model has parameters or buffers on {', '.join(sorted(elsewhere))}, the ranks train on {device}; call "
             f"model.to({str(device)!r}) before the Trainer is made, or World(device=...)"
         )
+
+
+def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
+    if pipeline.memory is None:
+        return
+    largest = pipeline.memory.largest
+    if result.device_bytes is None or largest.total > result.device_bytes.total:
+        result.device_bytes = largest
+    result.peak_device_bytes = max(result.peak_device_bytes, pipeline.memory.peak_bytes)
 
 
 def _move(source: list[float], target: list[float]) -> None:

@@ -30,7 +30,7 @@ def refusal(text: str | None, *settings: str) -> str:
 
 SECTIONS = (
     "data, histories, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, "
-    "runtime, distributed, evaluate, logging, checkpoint"
+    "runtime, distributed, memory, evaluate, logging, checkpoint"
 )
 
 

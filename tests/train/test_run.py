@@ -4,12 +4,15 @@ Fails, for example, if _train goes on with the next part after a stop, or if _ev
 held-out sample each time.
 """
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from nestpipe import World
+from nestpipe.cli.show import show_summary
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.run import Summary, evaluate_saved, run
@@ -48,6 +51,27 @@ def test_the_last_evaluation_is_that_of_the_end() -> None:
     assert every["metrics"] == at_the_end["metrics"]
     assert every["digest"] == at_the_end["digest"]
     assert at_the_end["validations"] == []
+
+
+def test_the_report_has_the_memory_formula_and_the_peak() -> None:
+    """Terms add up. Without a budget nothing is said."""
+    wide = ("model.dim=32", "train.batch_size=100")
+    summary = run_small(*wide, "train.steps=6", "memory.device_budget_bytes=1000000000")
+    memory = summary["device_memory"]
+    terms = ("buffers", "slots", "rows", "leaves", "gradients", "exchange")
+    assert memory["formula_bytes"] == sum(memory[f"{term}_bytes"] for term in terms)
+    assert 0.85 < memory["formula_bytes"] / memory["peak_bytes"] < 1.15
+    assert memory["whole_device_peak_bytes"] is None
+    shown = StringIO()
+    show_summary(summary, Console(file=shown, width=120))
+    assert f"by the formula │ {memory['formula_bytes'] / 1e6:.2f}" in shown.getvalue()
+    assert f"at most        │ {memory['peak_bytes'] / 1e6:.2f}" in shown.getvalue()
+    assert run_small("train.steps=1")["device_memory"] is None
+
+
+def test_a_budget_that_is_too_small() -> None:
+    with pytest.raises(ValueError, match=r"memory.device_budget_bytes, 0.00 MB: .* MB = .* buffers \(2 x 1.25 x owned"):
+        run_small("train.steps=4", "memory.device_budget_bytes=1000")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""What carries collectives of device memory: NCCL where each rank has a device of its own, gloo through host memory
+where ranks share one."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+def device_place(device: torch.device) -> str:
+    """Tells a device from all others, on whichever host; empty: NCCL has no use for it."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def choose_backend(wanted: str, places: Sequence[str]) -> str:
+    """From the places of all ranks, so that all choose alike, and refuse alike."""
+    if wanted not in BACKENDS:
+        raise ValueError(f"distributed.backend is {wanted!r}, must be one of {', '.join(map(repr, BACKENDS))}")
+    if wanted == "gloo":
+        return "gloo"
+    without = [rank for rank, place in enumerate(places) if not place]
+    sharing = [rank for rank, place in enumerate(places) if place and Counter(places)[place] > 1]
+    if wanted == "auto":
+        return "gloo" if without or sharing or len(places) == 1 else "nccl"
+    if without:
+        raise ValueError(
+            f"distributed.backend = 'nccl' needs a CUDA device, and NCCL in torch, on every rank; {_ranks(without)} "
+            "without. Set it to 'auto', or runtime.device to 'cuda'"
+        )
+    if sharing:
+        raise ValueError(
+            f"distributed.backend = 'nccl' needs a device for each rank; {_ranks(sharing)} not alone on theirs. Start "
+            "as many ranks as there are devices, or set it to 'auto' or 'gloo': ranks that share a device exchange "
+            "through host memory"
+        )
+    return "nccl"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks))
+    return f"rank {named} is" if len(ranks) == 1 else f"ranks {named} are"

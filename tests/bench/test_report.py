@@ -1,0 +1,33 @@
+"""What a result file says of the machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from nestpipe.bench.report import load_records, run_bench
+
+
+def environment_of(path: Path) -> dict[str, object]:
+    run_bench("some", lambda: iter([{"dim": 4, "speed": 1.0}]), path, Console(quiet=True), quick=True)
+    assert load_records(path, "some") == [{"dim": 4, "speed": 1.0}]
+    return json.loads(path.read_text())["environment"]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines without accelerator; CI has none")
+def test_no_accelerator(tmp_path: Path) -> None:
+    environment = environment_of(tmp_path / "some.json")
+    assert [environment[name] for name in ("accelerator", "driver", "cuda")] == [None] * 3
+
+
+def test_the_accelerator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if run_bench leaves out what _accelerator finds."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr("nestpipe.bench.report._driver_version", lambda: "550.1")
+    environment = environment_of(tmp_path / "some.json")
+    assert (environment["accelerator"], environment["driver"]) == ("2 x Some GPU", "550.1")

@@ -1,0 +1,63 @@
+"""A tally counts memory from when a tensor is added until nobody holds it, once."""
+
+import pytest
+import torch
+
+from nestpipe.device.tally import Tally
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tally() -> Tally:
+    tally = Tally()
+    tally.start(CPU)
+    return tally
+
+
+def held(tally: Tally) -> int:
+    tally.start(CPU)  # the peak from now on is what is held now
+    return tally.peak_bytes
+
+
+def test_memory_counts_until_it_is_free(tally: Tally) -> None:
+    first, second = torch.empty(100), torch.empty(50)
+    tally.add(first, second, first, None)
+    part = first[:10]
+    del first
+    assert held(tally) == 600
+    del part
+    assert held(tally) == 200
+
+
+def test_the_peak_stays(tally: Tally) -> None:
+    """Fails if add compares with the peak before it has added."""
+    for size in (10, 1000, 10):
+        tally.add(torch.empty(size))
+    assert tally.peak_bytes == 4000
+    assert held(tally) == 0
+
+
+def test_a_view_counts_as_itself(tally: Tally) -> None:
+    data = torch.empty(1000)
+    tally.add(*data[:100].split(50))
+    assert held(tally) == 400
+
+
+def test_what_autograd_holds_counts(tally: Tally) -> None:
+    leaf = torch.ones(100, requires_grad=True)
+    tally.add(leaf)
+    loss = leaf.square().sum()
+    del leaf
+    assert held(tally) == 400
+    del loss
+    assert held(tally) == 0
+
+
+def test_other_devices_and_other_times(tally: Tally) -> None:
+    there = torch.empty(100, device="meta")
+    tally.add(there)
+    tally.stop()
+    here = torch.empty(100)
+    tally.add(here)
+    assert held(tally) == 0

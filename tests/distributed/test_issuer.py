@@ -1,0 +1,92 @@
+"""One thread issues all collectives of rows and dense gradients, in the same order on every rank; forced here, where
+gloo does not need it, with a group for device memory that is in truth of host memory.
+
+Fails if Executor gives the lanes in ISSUING threads of their own: a slow bring is then overtaken by a take. Fails if
+DenseReducer.overlap begins buckets in the last backward: a rank without samples in the last micro-batches is early.
+"""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from nestpipe import World
+from nestpipe.distributed import Channel
+from nestpipe.embedding.window import Window
+from nestpipe.pipelining.schedule import SCHEDULES
+from tests.exactness.cases import Case, global_batches, make_trainer
+from tests.exactness.test_e1_bit_identical import STREAMS, train_stream
+from tests.ranks import run_ranks
+from tests.schedules import OUTER
+
+SOME = ["all_equal", "period_2", "empty_batches", "ragged_end", "one_rank_empty"]
+
+
+def with_issuer(world: World) -> World:
+    return World(world.rank, world.size, 10.0, world.device, has_issuer=True)
+
+
+def train_streams(world: World, schedules: list[str]) -> list[list[str]]:
+    """For each stream the digests of serial with a thread for each channel, then of schedules with one issuer."""
+    digests, issuing = [], with_issuer(world)
+    for number, stream in enumerate(STREAMS if len(schedules) > 1 else SOME):
+        case = Case("adam", "shared", (2, 5)[number % 2], window=("once", "resend")[number % 2])
+        runs = [(world, case), *((issuing, replace(case, schedule=schedule)) for schedule in schedules)]
+        digests.append([train_stream(of, stream, run)[0] for of, run in runs])
+    return digests
+
+
+@pytest.mark.parametrize("schedules", [["nested"], pytest.param([*SCHEDULES], marks=pytest.mark.slow)], ids=str)
+def test_same_digests(schedules: list[str]) -> None:
+    first, *others = run_ranks(3, train_streams, schedules)
+    assert len(first) >= len(SOME)
+    assert all(other == first for other in others)
+    assert [len(set(of_stream)) for of_stream in first] == [1] * len(first)
+
+
+def issued(world: World, schedule: str) -> list[tuple[str, str]]:
+    """Thread and channel of each collective that goes through the issuer, in order. Rank 0 has samples in the first
+    two micro-batches only, rank 1 none, rank 2 in all; bring takes longer on rank 2."""
+    order: list[tuple[str, str]] = []
+    guarded, bring = Channel._guarded, Window.bring
+
+    def record(channel: Channel, collective) -> None:
+        if channel.name in ("row exchange", "gradient return", "dense reduction"):
+            order.append((threading.current_thread().name, channel.name))
+        guarded(channel, collective)
+
+    def slow_bring(window: Window, micro_batch: int) -> None:
+        time.sleep(0.005 * (world.rank == 2 and micro_batch > 0))
+        bring(window, micro_batch)
+
+    Channel._guarded, Window.bring = record, slow_bring
+    trainer = make_trainer(with_issuer(world), Case("adam", "shared", 4, schedule=schedule))
+    batches = global_batches(5)
+    trainer.fit({0: [batch[:2] for batch in batches], 1: [], 2: batches}[world.rank])
+    return order
+
+
+@pytest.mark.parametrize("schedule", OUTER)
+def test_same_order_from_one_thread(schedule: str) -> None:
+    first, *others = run_ranks(3, issued, schedule)
+    assert {thread for thread, _ in first} == {"nestpipe-issuer"}
+    assert [name for _, name in first].count("gradient return") == 5 * 4
+    assert all(other == first for other in others)
+
+
+def clipped(world: World) -> str:
+    trainer = make_trainer(world, Case("adagrad", "shared", 2, schedule="nested"))
+    trainer.clip_norm, trainer.clip_rows = 0.1, True
+    trainer.fit(global_batches(3))
+    return trainer.digest()
+
+
+def clip_both_ways(world: World) -> tuple[str, str]:
+    return clipped(world), clipped(with_issuer(world))
+
+
+def test_a_sum_that_the_caller_waits_for() -> None:
+    """Clipping adds up a norm on the compute lane."""
+    (first, second), others = run_ranks(2, clip_both_ways)
+    assert first == second == others[0] == others[1]
