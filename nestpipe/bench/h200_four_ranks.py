@@ -21,7 +21,7 @@ from nestpipe.bench.h200_four_ranks_data import (
     make_batches,
     make_features,
 )
-from nestpipe.bench.h200_four_ranks_figures import SERIAL, counted_steps, figures
+from nestpipe.bench.h200_four_ranks_figures import SERIAL, calibration, counted_steps, figures
 from nestpipe.bench.h200_four_ranks_recipe import AS_PUBLISHED, COVERED, Recipe, adjusted, is_close, tiny
 from nestpipe.bench.network_figures import Shares, Values, Way
 from nestpipe.bench.network_loop import means, shares_of
@@ -50,7 +50,7 @@ class Size:
     """steps at its end, for which nothing more is brought in"""
     most_counted: int = 5
     round_seconds: float = 15.0
-    num_calibrations: int = 5
+    num_calibrations: int = 4
     is_quick: bool = False
 
     @property
@@ -98,10 +98,16 @@ class Comparison:
         self.pools = keys_by_owner(size.rows_a_rank, world.size)
         with world.busy():
             self.store = filled_store(self.features, self.pools[world.rank], self.threads)
-        self.recipe, self.serial_ms = self._calibrated(recipe)
-        self.batches = make_batches(self.recipe, self.pools, world.rank)
+        self.recipe = recipe
+        self.batches: list[Batch] = []
+        self.serial_ms = 0.0
 
     def records(self) -> Iterator[Record]:
+        yield from self._calibrate()
+        self.batches = make_batches(self.recipe, self.pools, self.world.rank)
+        yield from self._compare()
+
+    def _compare(self) -> Iterator[Record]:
         size, ways = self.size, self.size.ways
         trainers = {way: self._trainer(way, self.recipe) for way in ways}
         for trainer in trainers.values():
@@ -116,23 +122,23 @@ class Comparison:
         for way in ways:
             yield {**self._identity(way, num_counted), **figures(way, rounds, shares, self.recipe)}
 
-    def _calibrated(self, recipe: Recipe) -> tuple[Recipe, float]:
-        """The recipe with the sizes that this machine needs, and how long serial's step was. All ranks measure the same
-        numbers, the means over ranks; so they choose the same."""
-        trainer = self._trainer(SERIAL, recipe)
-        serial_ms = 0.0
+    def _calibrate(self) -> Iterator[Record]:
+        """Finds the sizes that this machine needs, by steps of serial. All ranks see the same numbers, which are means
+        over ranks; so they choose the same."""
+        trainer = self._trainer(SERIAL, self.recipe)
         for number in range(self.size.num_calibrations + 1):
+            recipe = self.recipe
             assert isinstance(trainer.model, Tower)
             trainer.model.repeats = recipe.repeats
             batches = make_batches(recipe, self.pools, self.world.rank)
             parts = self._stretch(trainer, batches, 1 if number == 0 else 4, left_out=1)
             if number == 0:
                 continue  # it warms up
-            serial_ms = parts["step_ms"]
+            yield calibration(recipe, parts, number)
+            self.serial_ms = parts["step_ms"]
             if is_close(recipe, parts):
                 break
-            recipe = adjusted(recipe, parts)
-        return recipe, serial_ms
+            self.recipe = adjusted(recipe, parts)
 
     def _trainer(self, way: Way, recipe: Recipe) -> Trainer:
         trainer = Trainer(

@@ -3,8 +3,9 @@
 import statistics
 
 from nestpipe.bench.h200_four_ranks_recipe import AS_PUBLISHED, COVERED, PUBLISHED, Recipe, serial_shares
-from nestpipe.bench.network_figures import EXCHANGES, Rounds, Shares, Way, least_step_ms, medians, ratios
+from nestpipe.bench.network_figures import EXCHANGES, Rounds, Shares, Values, Way, least_step_ms, medians, ratios
 from nestpipe.bench.pairs import spread
+from nestpipe.bench.report import Record
 
 SERIAL = Way("serial", 1)
 WAYS_AS_SERIAL = 4.0
@@ -15,6 +16,21 @@ def counted_steps(round_seconds: float, left_out: int, most: int, serial_ms: flo
     """How many steps of each stretch can be counted in rounds of so many seconds; two at least."""
     steps = int(round_seconds * 1e3 / (WAYS_AS_SERIAL * serial_ms))
     return min(max(steps - left_out, 2), most)
+
+
+def calibration(recipe: Recipe, parts: Values, number: int) -> Record:
+    """Serial's step with the sizes of one attempt; none of it is a result."""
+    lookup, exchange = serial_shares(parts)
+    return {
+        "recipe": recipe.name,
+        "calibration": number,
+        "remote_share": recipe.remote_share,
+        "repeats": recipe.repeats,
+        "calibration_step_ms": parts["step_ms"],
+        "calibration_lookup_share": lookup,
+        "calibration_exchange_share": exchange,
+        "calibration_dense_share": parts["dense_ms"] / parts["step_ms"],
+    }
 
 
 def figures(way: Way, rounds: Rounds, shares: Shares, recipe: Recipe) -> dict[str, float]:

@@ -12,8 +12,8 @@ LOOKUP_SHARE, EXCHANGE_SHARE = 0.50, 0.20
 DENSE_OVER_EXCHANGE = 1.5
 CLOSE = 0.02
 """shares that are this near are left as they are"""
-MOST_REPEATS = 60
-"""layers whose values a batch that is not split has to keep for its backward"""
+MOST_REPEATS = 48
+"""layers whose values a batch that is not split has to keep for its backward; four ranks share the memory"""
 FEWEST_REMOTE = 0.02
 
 
@@ -63,7 +63,7 @@ class Recipe:
     """share of a batch's keys that the batch before it has, too"""
     dim: int = 256
     hidden: int = 256
-    num_batches: int = 6
+    num_batches: int = 4
     """after which they begin again"""
 
     @property
@@ -72,7 +72,7 @@ class Recipe:
 
 
 COVERED = Recipe("covered", "rowwise_adagrad", batch_size=2048, remote_share=0.75, repeats=24)
-AS_PUBLISHED = Recipe("published", "adam", batch_size=3072, remote_share=0.3, repeats=10)
+AS_PUBLISHED = Recipe("published", "adam", batch_size=4096, remote_share=0.3, repeats=8)
 
 
 def tiny(recipe: Recipe) -> Recipe:
