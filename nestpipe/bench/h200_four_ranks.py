@@ -41,7 +41,7 @@ TIMEOUT_SECONDS = 90.0
 class Size:
     num_ranks: int = 4
     recipes: tuple[Recipe, ...] = (COVERED, AS_PUBLISHED)
-    rows_a_rank: int = 1_000_000
+    rows_a_rank: int = 500_000
     num_micro_batches: int = 8
     num_rounds: int = 5
     left_out: int = 5

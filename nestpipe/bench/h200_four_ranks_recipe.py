@@ -61,8 +61,8 @@ class Recipe:
     """distinct keys of a batch over all its keys"""
     overlap: float = 0.5
     """share of a batch's keys that the batch before it has, too"""
-    dim: int = 256
-    hidden: int = 256
+    dim: int = 512
+    hidden: int = 512
     num_batches: int = 4
     """after which they begin again"""
 
@@ -71,8 +71,8 @@ class Recipe:
         return round(self.batch_size * self.length * self.distinct_share)
 
 
-COVERED = Recipe("covered", "rowwise_adagrad", batch_size=2048, remote_share=0.75, repeats=24)
-AS_PUBLISHED = Recipe("published", "adam", batch_size=4096, remote_share=0.3, repeats=8)
+COVERED = Recipe("covered", "rowwise_adagrad", batch_size=1024, remote_share=0.75, repeats=16)
+AS_PUBLISHED = Recipe("published", "adam", batch_size=2048, remote_share=0.3, repeats=12, hidden=256)
 
 
 def tiny(recipe: Recipe) -> Recipe:
