@@ -158,7 +158,7 @@ class Loop:
         self._next = next(self._steps)
 
     def turn(self, num_steps: int) -> dict[str, float]:
-        """Means over so many steps; over ranks too, but of the slowest rank where that is what counts.
+        """The means of so many steps.
 
         The times of a step are complete when the next one has begun. So the first step of a turn, which began in the
         turn before, is left out.
@@ -167,14 +167,7 @@ class Loop:
         for _ in range(num_steps + 1):
             self._step()
         self.pipeline.executor.drain()
-        times = self.trace.steps[-num_steps:]
-        names = (*FIELDS, *EXCHANGES)
-        mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
-        of_ranks = self.world.control.all_to_all_equal(mine.expand(self.world.size, -1))
-        return {
-            name: float(of_ranks[:, i].max() if name in OF_SLOWEST else of_ranks[:, i].mean())
-            for i, name in enumerate(names)
-        }
+        return means(self.trace.steps[-num_steps:], self.world)
 
     def _step(self) -> None:
         step = self._next
@@ -186,6 +179,17 @@ class Loop:
         self.optimizer.zero_grad()
         step.update_rows()
         self._next = next(self._steps)
+
+
+def means(times: Sequence[StepTimes], world: World) -> dict[str, float]:
+    """Over steps; over ranks too, but of the slowest rank where that is what counts. The same on all ranks."""
+    names = (*FIELDS, *EXCHANGES)
+    mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
+    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
+    return {
+        name: float(of_ranks[:, i].max() if name in OF_SLOWEST else of_ranks[:, i].mean())
+        for i, name in enumerate(names)
+    }
 
 
 def shares_of(totals: Sequence[float]) -> Shares:

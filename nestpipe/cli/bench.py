@@ -169,11 +169,11 @@ def _drawing(plot: Path, result: Path) -> Draw:
 @app.command()
 def h200(
     path: Json,
-    part: Annotated[str, typer.Option("--part", help="one-rank or stages.")],
+    part: Annotated[str, typer.Option("--part", help="one-rank, four-ranks or stages.")],
     quick: Quick = False,
     check: Check = False,
 ) -> None:
-    """A large table in host memory, and an accelerator: whole steps against the dense model alone; single stages."""
+    """A large table in host memory, and an accelerator: whole steps, of one rank and of four; single stages."""
     if part not in h200_bench.PARTS:
         raise typer.BadParameter(f"--part is {part!r}, must be one of {', '.join(h200_bench.PARTS)}")
     try:

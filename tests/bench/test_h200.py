@@ -39,7 +39,7 @@ def test_too_few_keys() -> None:
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, stages" in " ".join(done.output.replace("│", " ").split())
+    assert "must be one of one-rank, four-ranks, stages" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator; runs where there is none")
@@ -50,6 +50,6 @@ def test_refused_without_an_accelerator(tmp_path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("part", ["one-rank", "stages"])
+@pytest.mark.parametrize("part", ["one-rank", "four-ranks", "stages"])
 def test_each_part_can_miss_a_target(part: str) -> None:
     assert len(load_targets(f"h200-{part}")) >= 3
