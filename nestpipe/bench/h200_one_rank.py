@@ -46,7 +46,8 @@ class Size:
     left_out: int = 5
     """steps of a stretch"""
     shapes: tuple[Shape, ...] = (Shape(), Shape(num_distinct=120_000, overlap=0.5))
-    num_threads: int = 16
+    num_threads: int = 12
+    """of the store: the threads that launch and those of lanes want cores, too"""
 
 
 QUICK = Size(

@@ -152,4 +152,6 @@ def _with_occurrences(features: Mapping[str, Feature], request: Request) -> Requ
             else:
                 made = make_occurrences(of.index, None, None, num_rows, is_trained)
             placed[i][name] = replace(of, occurrences=made)
-    return replace(request, placed=placed)
+    is_alone = all(len(table.counts) == 1 for table in request.tables)  # a world of one: its leaves are its own slots
+    tables = [table.with_first_uses() for table in request.tables] if is_alone else request.tables
+    return replace(request, tables=tables, placed=placed)

@@ -6,7 +6,7 @@ a key in this list is its position; all that follows speaks of positions.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,20 @@ class TableRequest:
     """[n, num_micro_batches] bool: whether a micro-batch uses the key"""
     leaves: list[Tensor]
     """for each micro-batch the positions of its distinct keys, ascending: the rows of its leaf"""
+    first_uses: list[Tensor] = field(default_factory=list)
+    """for each micro-batch: which of these keys no micro-batch before it has; on a device, in a world of one"""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TableRequest":
+        """All that goes to the device."""
+        leaves, first_uses = ([function(array) for array in of] for of in (self.leaves, self.first_uses))
+        return replace(self, leaves=leaves, first_uses=first_uses)
+
+    def with_first_uses(self) -> "TableRequest":
+        is_new, first_uses = torch.ones(len(self.keys), dtype=torch.bool), []
+        for leaf in self.leaves:
+            first_uses.append(is_new[leaf])
+            is_new[leaf] = False
+        return replace(self, first_uses=first_uses)
 
     def of_owner(self, owner: int) -> tuple[Tensor, Tensor]:
         """One owner's keys and their uses."""
@@ -78,7 +92,7 @@ class Request:
         """All that goes to the device."""
         return replace(
             self,
-            tables=[replace(table, leaves=[function(leaf) for leaf in table.leaves]) for table in self.tables],
+            tables=[table.map(function) for table in self.tables],
             placed=[{name: placed.map(function) for name, placed in of.items()} for of in self.placed],
             inputs=[{name: function(value) for name, value in of.items()} for of in self.inputs],
         )

@@ -46,6 +46,11 @@ def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
         target.index_add_(0, places, rows)
 
 
+def collect_rows(target: Tensor, places: Tensor, rows: Tensor, is_first: Tensor, is_unsound: Tensor) -> None:
+    """The same on a device, into memory that is anything yet; is_unsound: whether anything there is not finite."""
+    add_on_device(target, places, rows, is_first, is_unsound)
+
+
 def copy_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor) -> None:
     """target[to_places] = source[from_places], of two arrays that do not overlap."""
     if has_streams(target.device):

@@ -179,6 +179,10 @@ class Window:
         """Of each table's slots, for the whole global batch; None for a frozen table."""
         return [None if table.table.frozen else table.gradient() for table in self.owner]
 
+    def are_finite(self) -> list[Tensor | None]:
+        """Whether each table's gradients are, one bool on the device; None: that is not known yet."""
+        return [None for _ in self.owner]
+
     def _exchange(
         self, channel: Channel, sent: list[list[Tensor]], counts: list[list[int]]
     ) -> tuple[list[Tensor], int]:

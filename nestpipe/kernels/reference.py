@@ -20,11 +20,17 @@ def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_pla
         target.index_copy_(0, to_places.to(target.device), rows[: len(to_places)])
 
 
-def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
+def add_rows(
+    target: Tensor, places: Tensor | None, source: Tensor, is_first: Tensor | None, is_unsound: Tensor | None
+) -> None:
+    before = target[: len(source)] if places is None else target.index_select(0, places)
+    total = before + source if is_first is None else torch.where(is_first[:, None], source, before + source)
     if places is None:
-        target[: len(source)].add_(source)
+        target[: len(source)].copy_(total)
     else:
-        target.index_copy_(0, places, target.index_select(0, places) + source)
+        target.index_copy_(0, places, total)
+    if is_unsound is not None:
+        is_unsound |= ~total.isfinite().all()
 
 
 def sum_runs(

@@ -1,5 +1,6 @@
 """Rows copied from places to places, and added to rows."""
 
+import torch
 from torch import Tensor
 
 from nestpipe.kernels import reference
@@ -42,20 +43,32 @@ def copy_rows(
     triton_rows.copy_rows(source, from_places, target, to_places, num_rows, num_programs)
 
 
-def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
-    """target[places[i]] += source[i]. The places are distinct; None: row i."""
+def add_rows(
+    target: Tensor,
+    places: Tensor | None,
+    source: Tensor,
+    is_first: Tensor | None = None,
+    is_unsound: Tensor | None = None,
+) -> None:
+    """target[places[i]] += source[i]. The places are distinct; None: row i.
+
+    is_first: [n] bool, which of the rows are the first for their places, so that what is there does not count; None: no
+    one is. is_unsound: one int32, which becomes 1 if anything in these rows is not finite afterwards.
+    """
     check_rows({"target": target, "source": source})
     check_written("target", target)
     check_shape("source", source, len(source), target.shape[1])
     check_numbers("places", places, len(source))
     if places is None and len(source) > len(target):
         raise ValueError(f"places is None, but target has {len(target)} rows only, for {len(source)}")
+    if is_first is not None and (is_first.dtype != torch.bool or is_first.shape != (len(source),)):
+        raise ValueError(f"is_first is {is_first.dtype} of shape {list(is_first.shape)}, must be bool [{len(source)}]")
     if len(source) == 0:
         return
     if not runs_triton(target):
-        reference.add_rows(target, places, source)
+        reference.add_rows(target, places, source, is_first, is_unsound)
         return
     check_reachable({"target": target, "places": places, "source": source})
     from nestpipe.kernels import triton_rows
 
-    triton_rows.add_rows(target, places, source)
+    triton_rows.add_rows(target, places, source, is_first, is_unsound)

@@ -1,10 +1,11 @@
 """Kernels that copy and add rows."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.triton_tiles import Tiles, elements, launch, tile_of, vector
+from nestpipe.kernels.triton_tiles import Tiles, elements, larger, launch, tile_of, vector
 
 _SIZE = 4096
 """elements of a tile: 4 wide loads of each of 256 threads under way, which a slow link to host memory needs"""
@@ -48,6 +49,8 @@ def add_kernel(
     target,
     places,
     source,
+    is_first,
+    is_unsound,
     num_rows,
     target_stride,
     source_stride,
@@ -58,8 +61,16 @@ def add_kernel(
 ):
     rows, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
     at = elements(target, places_of(rows, places, num_rows), target_stride, columns, VECTOR)
-    values = tl.load(elements(source, rows, source_stride, columns, VECTOR), mask=inside)
-    tl.store(at, tl.load(at, mask=inside) + values, mask=inside)
+    total = tl.load(elements(source, rows, source_stride, columns, VECTOR), mask=inside, other=0.0)
+    if is_first is None:
+        total = tl.load(at, mask=inside, other=0.0) + total
+    else:
+        is_later = (tl.load(is_first + rows, mask=rows < num_rows, other=1) == 0)[:, None]
+        total = tl.where(is_later, tl.load(at, mask=inside & is_later, other=0.0) + total, total)
+    tl.store(at, total, mask=inside)
+    if is_unsound is not None:  # all programs that write it write the same
+        unsound = (inside & (total - total != 0)).to(tl.int32)
+        tl.store(is_unsound, 1, mask=tl.reduce(tl.reduce(unsound, 1, larger), 0, larger) > 0)
 
 
 def copy_rows(
@@ -89,9 +100,12 @@ def copy_rows(
     )
 
 
-def add_rows(target: Tensor, places: Tensor | None, source: Tensor) -> None:
+def add_rows(
+    target: Tensor, places: Tensor | None, source: Tensor, is_first: Tensor | None, is_unsound: Tensor | None
+) -> None:
     num_rows, width = source.shape
     tiles, wide = Tiles(num_rows, width, _SIZE), vector(width, source, target)
     strides = target.stride(0) // wide, source.stride(0) // wide
     constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
-    launch(add_kernel, len(tiles), target, places, source, num_rows, *strides, **constants)
+    arrays = target, places, source, None if is_first is None else is_first.view(torch.uint8), is_unsound
+    launch(add_kernel, len(tiles), *arrays, num_rows, *strides, **constants)

@@ -5,17 +5,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nestpipe.kernels.triton_rows import places_of
-from nestpipe.kernels.triton_tiles import Tiles, elements, launch, tile_of, vector
+from nestpipe.kernels.triton_tiles import Tiles, elements, larger, launch, tile_of, vector
 
 _SIZE = 1024
 """elements of a tile: few runs, since all wait for the longest"""
 _NUM_WARPS = 4
 _COUNTS = ["num_runs", "num_values", "value_stride", "out_stride"]
-
-
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit

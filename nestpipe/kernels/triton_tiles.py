@@ -36,6 +36,11 @@ def elements(array, rows, stride, columns, VECTOR: tl.constexpr):
     return array + rows[:, None] * (stride * VECTOR) + columns[None, :]
 
 
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
 class Tiles:
     """How an array of rows of this width is cut."""
 

@@ -152,6 +152,7 @@ def rowwise_adagrad_kernel(
     numbers = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = if_applied(numbers < num_rows, is_masked)[:, None]
     squares = tl.full((BLOCK_ROWS, BLOCK_COLUMNS), 0.0, rows.dtype.element_ty)
+    g = squares
     for start in range(0, WIDTH, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = exists & (columns < WIDTH)[None, :]
@@ -168,7 +169,8 @@ def rowwise_adagrad_kernel(
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = exists & (columns < WIDTH)[None, :]
         at = elements(rows, numbers, row_stride, columns, VECTOR)
-        g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
+        if WIDTH > BLOCK_COLUMNS:  # otherwise all of it is at hand
+            g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside, other=0.0)
         tl.store(at, tl.load(at, mask=inside) - divide(rounded(lr, rows) * g, divisor), mask=inside)
 
 

@@ -118,7 +118,7 @@ class Executor:
             with self._trace.span(op.stage, op.micro_batch):
                 self._actions[op.stage](op)
             return
-        with self._trace.span("other"):
+        with self._trace.host_span("other"):
             # What is not pending was done on the compute lane, by this thread, before it came here.
             before = [self._pending[name] for name in op.waits_for if name in self._pending]
             here = mark(self._device) if len(before) < len(op.waits_for) else None

@@ -14,7 +14,7 @@ from nestpipe.device.streams import has_streams
 from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.pipelining.finite import are_finite, squared_norm
+from nestpipe.pipelining.finite import are_finite, finite, squared_norm
 from nestpipe.pipelining.stages import Flight
 
 if TYPE_CHECKING:
@@ -147,6 +147,11 @@ class Step:
     def gradients_are_finite(self) -> bool:
         """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
         return all(are_finite(gradient) for gradient in self.gradients())
+
+    def finite_gradients(self) -> list[Tensor]:
+        """The same on a device, where nobody waits for it: a bool for each table."""
+        known = zip(self._gradients, self._window.are_finite(), strict=True)
+        return [is_finite if is_finite is not None else finite(g) for g, is_finite in known if g is not None]
 
     def gradients(self) -> list[Tensor]:
         """Of the rows this rank owns and trains, by table, over the global batch. Call it after the last one."""

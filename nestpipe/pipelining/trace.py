@@ -7,7 +7,7 @@ a stage took is known when the device has got there.
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -140,6 +140,10 @@ class Trace:
             yield
         finally:
             self._switch(*outer)
+
+    def host_span(self, stage: str) -> AbstractContextManager[None]:
+        """The same of work by this thread alone: on an accelerator its stream has something else to do meanwhile."""
+        return self.span(stage) if self._device is None else nullcontext()
 
     def enter(self, stage: str) -> None:
         """From here to the next span or `enter`: for stages that end in another function than they began in."""

@@ -87,7 +87,7 @@ class DenseReducer:
         device = self.world.device
         total = loss if loss is not None else torch.zeros((), dtype=torch.float64, device=device)
         of_dense = all_finite([total, *(p.grad for p in self.parameters if p.grad is not None)])
-        is_unsound = ~torch.stack([of_dense, *(finite(values) for values in step.gradients())]).all()
+        is_unsound = ~torch.stack([of_dense, *step.finite_gradients()]).all()
         with step.trace.span("reduce"):
             told = self.world.dense.begin_sum([torch.stack([is_unsound.double(), total.double()])])
             sums = self._sums()

@@ -169,7 +169,7 @@ class Trainer:
             **self._options,  # type: ignore[arg-type]
         )
         try:
-            with pipeline:
+            with self.world.streams.first(), pipeline:
                 for step in pipeline:
                     loss = self._train(step)
                     if has_streams(self.world.device):
@@ -269,16 +269,17 @@ class Trainer:
         with step.trace.span("dense"):
             self.model.train()
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        losses = [torch.zeros((), device=self.world.device)]
         for micro_batch in step:
             with self.world.busy() if self._is_compiling else nullcontext():
                 with self.precision():
                     sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
-                loss = torch.stack([_divided(value, step.weights[name]) for name, value in sums.items()]).sum()
+                loss = _sum([_divided(value, step.weights[name]) for name, value in sums.items()])
                 with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
                     loss.backward()
-            total += loss.detach().double()
+            losses.append(loss.detach())
         self._is_compiling = False
+        total = torch.stack([loss.double() for loss in losses]).sum()
         self.reducer.finish(step, total)
         scale = self._clip(step)
         self.optimizer.step()
@@ -332,6 +333,10 @@ def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
 def _move(source: list[float], target: list[float]) -> None:
     target.extend(source)
     source.clear()
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def _divided(loss_sum: Tensor, weight: float) -> Tensor:

@@ -71,7 +71,7 @@ def test_add(dim: int, dtype: torch.dtype, with_places: bool, device: torch.devi
     before, of_reference = whole.clone(), target.clone()
     expected = target.cpu().numpy().copy()
     expected[np.arange(70) if places is None else places.cpu().numpy()] += source.cpu().numpy()
-    reference.add_rows(of_reference, places, source)
+    reference.add_rows(of_reference, places, source, None, None)
     add_rows(target, places, source)
     assert same_bits(target, torch.from_numpy(expected))
     assert same_bits(of_reference, target)
@@ -142,3 +142,38 @@ def test_more_than_2_to_the_31_elements(accelerator: torch.device) -> None:
     tail = torch.empty(200, 64, device=accelerator)
     copy_rows(large[-200:], None, tail, None)
     assert same_bits(tail, large[-200:])
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (40, 7), (33, 128), (5, 600)])
+def test_the_first_rows_do_not_count_what_lies_there(device: torch.device, num_rows: int, width: int) -> None:
+    """Fails if add_kernel reads what is_first says is nothing: here, what is not a number."""
+    generator = torch.Generator().manual_seed(width)
+    places = torch.randperm(num_rows + 3, generator=generator)[:num_rows]
+    is_first = torch.rand(num_rows, generator=generator) < 0.5
+    target, source = torch.randn(num_rows + 3, width, generator=generator), torch.randn(num_rows, width)
+    expected = target.clone()
+    expected[places] = torch.where(is_first[:, None], source, target[places] + source)
+    target[places[is_first]] = float("nan")
+    arrays = [array.to(device) for array in (target, places, source, is_first)]
+    is_unsound = torch.zeros(1, dtype=torch.int32, device=device)
+    add_rows(*arrays, is_unsound)
+    assert torch.equal(arrays[0].cpu(), expected)
+    assert int(is_unsound) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_not_finite_is_found(device: torch.device, bad: float, is_first: bool) -> None:
+    """Wherever it is, and whether it was there or comes. Fails if add_kernel looks for numbers that differ from themselves."""
+    places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
+    for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1):
+        target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
+        (source if is_first else target).view(-1)[where] = bad
+        is_unsound = torch.zeros(1, dtype=torch.int32, device=device)
+        add_rows(target, places, source, flags, is_unsound)
+        assert int(is_unsound) == 1
+
+
+def test_first_rows_are_named_for_each_row() -> None:
+    with pytest.raises(ValueError, match=r"is_first is torch.bool of shape \[2\], must be bool \[3\]"):
+        add_rows(torch.zeros(3, 2), None, torch.zeros(3, 2), torch.zeros(2, dtype=torch.bool))
