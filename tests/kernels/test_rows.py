@@ -164,7 +164,7 @@ def test_the_first_rows_do_not_count_what_lies_there(device: torch.device, num_r
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_not_finite_is_found(device: torch.device, bad: float, is_first: bool) -> None:
-    """Wherever it is, and whether it was there or comes. Fails if add_kernel looks for numbers that differ from themselves."""
+    """Wherever it is, and whether it was there or comes. Fails if add_kernel asks `total != total` only."""
     places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
     for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1):
         target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
