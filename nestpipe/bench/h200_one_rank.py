@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.bench.h200_data import Repeating, Shape, make_batches
+from nestpipe.bench.h200_digests import digest_records
 from nestpipe.bench.pairs import spread
 from nestpipe.bench.report import Record
 from nestpipe.data.batch import Batch
@@ -71,6 +72,7 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     for shape in size.shapes:
         yield from _compared(world, size, shape, features, store)
     yield _by_rows(world, size, features, store)
+    yield from digest_records(world, quick)
 
 
 def features_of(dim: int) -> dict[str, Feature]:

@@ -4,8 +4,7 @@ A lane of an accelerator is a thread with a stream of its own. What it enqueues 
 far a stream had got, so that another stream can go on from there while no thread waits.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -89,7 +88,6 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._of_lanes: dict[str, torch.Stream] = {}
-        self._first: torch.Stream | None = None
 
     def of(self, lane: str) -> AbstractContextManager[object]:
         """What is enqueued within it, in this thread, goes to the lane's stream."""
@@ -98,20 +96,3 @@ class Streams:
         if lane not in self._of_lanes:
             self._of_lanes[lane] = torch.Stream(self.device)
         return self._of_lanes[lane]
-
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """What is enqueued within it, in this thread, goes before what other streams have: theirs fills the gaps. It
-        comes after all that this thread has enqueued before, and before all that it enqueues later."""
-        if not has_streams(self.device):
-            yield
-            return
-        if self._first is None:
-            self._first = torch.Stream(self.device, priority=-1)
-        outer = torch.accelerator.current_stream(self.device)
-        self._first.wait_stream(outer)
-        try:
-            with self._first:
-                yield
-        finally:
-            outer.wait_stream(self._first)

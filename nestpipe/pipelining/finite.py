@@ -1,5 +1,6 @@
 """Losses and gradients that are not finite: how they are found, and what is said of them."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,7 +32,7 @@ def finite(values: Tensor) -> Tensor:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """The same of many small ones, in few launches: the largest number is not finite if any is not."""
-    return torch.nn.utils.get_total_norm(tensors, float("inf"), foreach=True).isfinite()
+    return torch.nn.utils.get_total_norm(tensors, math.inf, foreach=True) < math.inf
 
 
 def are_finite(values: Tensor) -> bool:

@@ -169,7 +169,7 @@ class Trainer:
             **self._options,  # type: ignore[arg-type]
         )
         try:
-            with self.world.streams.first(), pipeline:
+            with pipeline:
                 for step in pipeline:
                     loss = self._train(step)
                     if has_streams(self.world.device):
@@ -269,7 +269,7 @@ class Trainer:
         with step.trace.span("dense"):
             self.model.train()
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
-        losses = [torch.zeros((), device=self.world.device)]
+        losses: list[Tensor] = []
         for micro_batch in step:
             with self.world.busy() if self._is_compiling else nullcontext():
                 with self.precision():
@@ -279,7 +279,7 @@ class Trainer:
                     loss.backward()
             losses.append(loss.detach())
         self._is_compiling = False
-        total = torch.stack([loss.double() for loss in losses]).sum()
+        total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
         self.reducer.finish(step, total)
         scale = self._clip(step)
         self.optimizer.step()
