@@ -24,7 +24,7 @@ from nestpipe.embedding.rows import copy_rows
 from nestpipe.embedding.table import Table
 from nestpipe.store import HostStore, unique
 
-STRETCH_BYTES = 32 << 20
+STRETCH_BYTES = 64 << 20
 """of records that travel to or from a device at a time: enough for all threads of the host store to share in"""
 ALIGNMENT = 16
 """bytes, of records on a device"""
