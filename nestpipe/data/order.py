@@ -29,7 +29,7 @@ class Window:
 class SampleOrder:
     """Which row is the sample at a position; a function of the seed and the sizes of the row groups.
 
-    Epoch e has the positions e * num_rows .. (e + 1) * num_rows - 1. In each epoch the row groups are permuted anew, and
+    Epoch e has the positions e * num_rows .. (e + 1) * num_rows - 1. In each epoch the row groups are permuted anew;
     each `window` of them in a row is a window, whose rows are permuted. Memory: a few numbers for each row group, and
     one for each row of a window. Without shuffle: rows as they are in the files, every epoch.
     """

@@ -116,7 +116,7 @@ class ParquetData(Dataset):
         return self._rows[1]
 
     def _expect_next(self, first: int, count: int) -> None:
-        """The window of the first batch that does not lie in this one, if batches go on as far apart as the last two."""
+        """The window of the first batch that is not all in this one, if batches stay as far apart as the last two."""
         previous, self._previous = self._previous, first
         stride = 0 if previous is None else first - previous
         if stride < count:  # the first batch, or a jump back: nothing is known

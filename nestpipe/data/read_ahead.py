@@ -1,4 +1,4 @@
-"""Windows of row groups, read by threads before they are needed; at most two at a time, of which one may be on its way."""
+"""Windows of row groups, read by threads before they are needed: the one in use, and one on its way."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

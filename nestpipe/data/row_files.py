@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from glob import glob, has_magic
+from glob import has_magic
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,8 @@ def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if Path(path).is_dir():
             files = sorted(file for file in Path(path).iterdir() if file.suffix in SUFFIXES)
         elif has_magic(str(path)) and not Path(path).exists():
-            files = sorted(Path(file) for file in glob(str(path), recursive=True))
+            root = Path(path).anchor
+            files = sorted(Path(root).glob(str(Path(path).relative_to(root))))
         else:
             files = [Path(path)]
         if not files:

@@ -62,7 +62,7 @@ def decode(table: "pa.Table", schema: Schema) -> Rows:
         rows.keys[name] = _keys(rows, column, _array(table, column), schema.num_keys.get(name))
     for name, columns in schema.input_columns.items():
         parts = [_numbers(rows, column, _array(table, column)) for column in columns]
-        rows.inputs[name] = parts[0] if len(parts) == 1 else _side_by_side(parts)
+        rows.inputs[name] = parts[0] if isinstance(schema.inputs[name], str) else _side_by_side(parts)
     for name, column in schema.label_columns.items():
         rows.inputs[name] = _numbers(rows, column, _array(table, column)).astype(np.float32, copy=False)
     if schema.weight is not None:
@@ -73,15 +73,18 @@ def decode(table: "pa.Table", schema: Schema) -> Rows:
 
 
 def keep(rows: Rows, which: Array) -> Rows:
-    """These rows only."""
-    keys = {}
-    for name, of in rows.keys.items():
-        if of.offsets is None:
-            keys[name] = Lists(of.values[which])
-        else:
-            taken = Jagged(torch.from_numpy(of.values), torch.from_numpy(of.offsets)).take(torch.from_numpy(which))
-            keys[name] = Lists(taken.values.numpy(), taken.offsets.numpy())
+    """These rows only; `which` ascends."""
+    keys = {name: _kept_lists(of, which) for name, of in rows.keys.items()}
     return Rows(len(which), keys, {name: values[which] for name, values in rows.inputs.items()})
+
+
+def _kept_lists(lists: Lists, which: Array) -> Lists:
+    if lists.offsets is None:
+        return Lists(lists.values[which])
+    stays = np.isin(np.arange(len(lists.offsets) - 1), which)
+    lengths = np.diff(lists.offsets)
+    offsets = np.concatenate([np.zeros(1, np.int64), lengths[stays].cumsum()])
+    return Lists(lists.values[np.repeat(stays, lengths)], offsets)
 
 
 def join(parts: Sequence[Rows]) -> Samples:
@@ -114,7 +117,7 @@ def empty(schema: Schema) -> Samples:
     nothing = torch.empty(0, dtype=torch.int64)
     keys = {name: Jagged(nothing, nothing.new_zeros(1)) for name in schema.key_columns}
     inputs = {
-        name: torch.empty(0, len(columns)) if len(columns) > 1 else torch.empty(0)
+        name: torch.empty(0) if isinstance(schema.inputs[name], str) else torch.empty(0, len(columns))
         for name, columns in schema.input_columns.items()
     }
     numbers = [*schema.label_columns, *([] if schema.weight is None else [WEIGHT])]
@@ -195,7 +198,7 @@ def _numbers(rows: Rows, column: str, array: Any) -> Array:
         array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
     if pa.types.is_integer(array.type):
         return _integers(array).reshape(shape)
-    values = array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(shape)
+    values: Array = array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(shape)
     is_finite = np.isfinite(values)
     if not is_finite.all():
         _note(rows, ~is_finite, column, "is not finite")
@@ -218,9 +221,8 @@ def _even_lists(rows: Rows, column: str, array: Any) -> tuple[Any, tuple[int, ..
 
 
 def _note(rows: Rows, is_bad: Array, column: str, what: str) -> None:
-    if is_bad.ndim > 1:
-        is_bad = is_bad.any(axis=1)
-    for row in np.flatnonzero(is_bad).tolist():
+    of_rows = is_bad.reshape(len(is_bad), -1).max(axis=1, initial=False)
+    for row in np.flatnonzero(of_rows).tolist():
         rows.bad.setdefault(row, f"column {column!r} {what}")
 
 

@@ -22,10 +22,11 @@ class Schema:
     """What a batch is made of, by name in the batch and name of the column.
 
     keys: columns of integers, or lists of integers, which become jagged. A number is a list of one; null is no key.
-    inputs: columns of numbers, or of lists that all have the same length; several columns come side by side, [n, k].
-    Integers stay int64, anything else becomes float32. labels: numbers, as float32. weight: of each sample, a number of
-    at least 0; it becomes the input `weight`, and the weight of a batch is their sum. num_keys: features whose keys
-    must be 0 .. number - 1. In inputs, labels and weights, null, nan and infinity are refused.
+    inputs: a column of numbers, [n], or of lists that all have the same length k, [n, k]; or a list of columns, which
+    come side by side, [n, k]. Integers stay int64, anything else becomes float32. labels: numbers, as float32. weight:
+    of each sample, a number of at least 0; it becomes the input `weight`, and the weight of a batch is their sum.
+    num_keys: features whose keys must be 0 .. number - 1. In inputs, labels and weights, null, nan and infinity are
+    refused.
     """
 
     keys: Names
