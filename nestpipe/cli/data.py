@@ -1,5 +1,6 @@
-"""`nestpipe data`: published files to prepared folders; files in their formats to try it with."""
+"""`nestpipe data`: published files to prepared folders; files in their formats to try it with; what is in data."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -7,10 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nestpipe.cli.data_inspect import as_json, show_inspection
 from nestpipe.cli.data_progress import show_prepared, show_stages
-from nestpipe.cli.this_rank import failed
+from nestpipe.cli.this_rank import check_writable, failed
 
-app = typer.Typer(help="Prepare published data for training, or generate files like it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Prepare published data for training, generate files like it, or see what is in data.", no_args_is_help=True
+)
 
 
 class Format(StrEnum):
@@ -65,3 +69,34 @@ def generate(
         raise failed(error, 2) from None
     for file in files:
         typer.echo(f"{file.relative_to(target)}: {file.stat().st_size:,} bytes")
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="A prepared folder; or Parquet, Arrow files.")],
+    keys: Annotated[str, typer.Option("--keys", help="Key columns of files, with commas between.")] = "",
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="Of a global batch. Default: 2048; of histories 128.")
+    ] = None,
+    dim: Annotated[int, typer.Option("--dim", min=1, help="Columns of a row, for the estimate of memory.")] = 64,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Of the rows: what state they have.")] = "adagrad",
+    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Of histories: most items of one.")] = 200,
+    path: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
+) -> None:
+    """What is in data: columns, counts, skew of the keys, what batches share; how much memory the rows will take."""
+    from nestpipe.data.inspect import STATE_COLUMNS
+    from nestpipe.data.inspect import inspect as inspect_files
+
+    console = Console()
+    try:
+        if optimizer not in STATE_COLUMNS:
+            raise ValueError(f"--optimizer is {optimizer!r}, must be one of {', '.join(STATE_COLUMNS)}")
+        check_writable("--json", path)
+        named = [name for name in keys.split(",") if name]
+        with show_stages(console) as report:
+            found = inspect_files(paths, named, batch_size, max_length, report)
+    except (ValueError, OSError) as error:
+        raise failed(error, 2) from None
+    show_inspection(found, dim, optimizer, console)
+    if path is not None:
+        path.write_text(json.dumps(as_json(found, dim, optimizer), indent=2) + "\n")

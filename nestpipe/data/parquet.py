@@ -6,7 +6,6 @@ from pathlib import Path
 from threading import Lock
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch
@@ -14,7 +13,7 @@ from nestpipe.data.dataset import Dataset
 from nestpipe.data.order import SampleOrder, Window
 from nestpipe.data.read_ahead import ReadAhead
 from nestpipe.data.row_files import BadDataError, RowFile, UnreadableError, find_files, open_files, read_group
-from nestpipe.data.rows import Rows, decode, empty, keep, to_batch
+from nestpipe.data.rows import Rows, decode, empty, join, to_batch
 from nestpipe.data.schema import Schema
 
 
@@ -77,11 +76,11 @@ class ParquetData(Dataset):
         if sum(sizes) == 0:
             raise BadDataError(f"there are no rows in {', '.join(str(file.path) for file in self.files) or paths}")
         self.order = SampleOrder(sizes, seed, window, shuffle)
-        self._ahead = ReadAhead(self._read, num_threads)
+        self._ahead = ReadAhead(self.read, num_threads)
         self._lock = Lock()
         self._previous: int | None = None
         """position of the first sample of the last batch"""
-        self._rows: tuple[Window, torch.Tensor] | None = None
+        self._rows: tuple[Window, NDArray[np.int64]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -98,21 +97,21 @@ class ParquetData(Dataset):
             which = "at least 0" if end is None else f"0 .. {end - 1}"
             raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
         if count == 0:
-            return to_batch([empty(self.schema)])
+            return to_batch(empty(self.schema))
         with self._lock:
             parts, position = [], first
             while position < first + count:
                 window = self.order.window_at(position)
                 until = min(first + count, window.end)
                 taken, rows = self._ahead.take(window), self._rows_of(window)
-                parts.append(taken.batch(rows[position - window.first : until - window.first]))
+                parts.append(taken.take(rows[position - window.first : until - window.first]))
                 position = until
             self._expect_next(first, count)
-        return to_batch(parts)
+        return to_batch(join(parts))
 
-    def _rows_of(self, window: Window) -> torch.Tensor:
+    def _rows_of(self, window: Window) -> NDArray[np.int64]:
         if self._rows is None or self._rows[0] != window:
-            self._rows = window, torch.from_numpy(self.order.rows(window))
+            self._rows = window, self.order.rows(window)
         return self._rows[1]
 
     def _expect_next(self, first: int, count: int) -> None:
@@ -131,13 +130,13 @@ class ParquetData(Dataset):
         file, group = self._groups[number]
         return len(self._kept[number]) if number in self._kept else file.group_rows[group]
 
-    def _read(self, number: int) -> Rows:
+    def read(self, number: int) -> Rows:
         """The rows of a row group, by its number in all files."""
         file, group = self._groups[number]
         rows = self._decoded(file, group)
         self.num_group_reads += 1
         if number in self._kept:
-            return keep(rows, self._kept[number])
+            return rows.take(self._kept[number])
         if rows.bad:
             row = min(rows.bad)
             raise BadDataError(f"{file.where(group, row)}: {rows.bad[row]}{_and_more(rows)}")

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from nestpipe.data.order import Window
-from nestpipe.data.rows import Rows, Samples, join
+from nestpipe.data.rows import Rows, join
 
 
 class ReadAhead:
@@ -18,38 +19,50 @@ class ReadAhead:
             raise ValueError(f"num_threads is {num_threads}, must be at least 1")
         self._read = read
         self._pool = ThreadPoolExecutor(num_threads, "nestpipe-read")
-        self._here: tuple[Window, Samples] | None = None
-        self._coming: tuple[Window, Future[Samples]] | None = None
+        self._here: tuple[Window, Rows] | None = None
+        self._coming: _Coming | None = None
 
-    def take(self, window: Window) -> Samples:
+    def take(self, window: Window) -> Rows:
         """Waits for it, if it is not here yet."""
         if self._here is not None and self._here[0] == window:
             return self._here[1]
         self._here = None
         self.expect(window)
         assert self._coming is not None
-        future, self._coming = self._coming[1], None
-        samples = future.result()
-        self._here = window, samples
-        return samples
+        coming, self._coming = self._coming, None
+        rows = coming.joined.result()
+        self._here = window, rows
+        return rows
 
     def expect(self, window: Window) -> None:
         """Begins to read it. What was expected before and never taken is given up."""
         if self._coming is not None:
-            if self._coming[0] == window:
+            if self._coming.window == window:
                 return
-            self._coming[1].cancel()
+            _cancel([*self._coming.groups, self._coming.joined])
         groups = [self._pool.submit(self._read, group) for group in window.groups]
-        self._coming = window, self._pool.submit(_joined, groups)
+        self._coming = _Coming(window, groups, self._pool.submit(_joined, groups))
 
 
-def _joined(groups: list[Future[Rows]]) -> Samples:
+@dataclass(frozen=True)
+class _Coming:
+    window: Window
+    groups: list[Future[Rows]]
+    joined: Future[Rows]
+
+
+def _joined(groups: list[Future[Rows]]) -> Rows:
     """Behind the row groups in the queue: they have ended, or other threads are at them."""
     try:
         parts = [group.result() for group in groups]
     except BaseException:
-        for group in groups:
-            group.cancel()
+        _cancel(groups)
         raise
     groups.clear()
     return join(parts)
+
+
+def _cancel(futures: list[Future[Rows]]) -> None:
+    """Those that no thread has begun."""
+    for future in futures:
+        future.cancel()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.row_files import BadDataError
@@ -21,10 +20,39 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Lists:
-    """Keys of rows; without offsets, one for each row."""
+    """Keys of rows: lists, by offsets; or one for each row, unless there is none."""
 
     values: Array
     offsets: Array | None = None
+    has_key: Array | None = None
+    """without offsets: which rows have one; None: all"""
+
+    def take(self, rows: Array) -> "Lists":
+        """The keys of these rows, in this order."""
+        if self.offsets is not None:
+            lengths = (self.offsets[1:] - self.offsets[:-1])[rows]
+            offsets = _offsets_of(lengths)
+            where = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+            return Lists(self.values.take(where), offsets)
+        return Lists(self.values.take(rows), None, None if self.has_key is None else self.has_key.take(rows))
+
+    def jagged(self) -> Jagged:
+        if self.offsets is not None:
+            return Jagged(torch.from_numpy(self.values), torch.from_numpy(self.offsets))
+        if self.has_key is None:
+            return Jagged.one_each(torch.from_numpy(self.values))
+        offsets = _offsets_of(self.has_key)
+        return Jagged(torch.from_numpy(self.values[self.has_key]), torch.from_numpy(offsets))
+
+    @property
+    def lengths(self) -> Array:
+        if self.offsets is not None:
+            return np.diff(self.offsets)
+        return np.ones(len(self.values), np.int64) if self.has_key is None else self.has_key.astype(np.int64)
+
+    @property
+    def only_keys(self) -> Array:
+        return self.values if self.has_key is None else self.values[self.has_key]
 
 
 @dataclass
@@ -35,24 +63,10 @@ class Rows:
     bad: dict[int, str] = field(default_factory=dict)
     """what is wrong with a row, by its number; the first thing found"""
 
-
-@dataclass(frozen=True)
-class Samples:
-    """Rows of a window in the order of its samples."""
-
-    keys: dict[str, Jagged]
-    inputs: dict[str, Tensor]
-    one_each: frozenset[str]
-    """features with one key for each sample: they need no offsets of their own"""
-
-    def batch(self, rows: Tensor) -> "Samples":
-        offsets = torch.arange(len(rows) + 1)
-        keys = {
-            name: Jagged(of.values.index_select(0, rows), offsets) if name in self.one_each else of.take(rows)
-            for name, of in self.keys.items()
-        }
-        inputs = {name: values.index_select(0, rows) for name, values in self.inputs.items()}
-        return Samples(keys, inputs, self.one_each)
+    def take(self, rows: Array) -> "Rows":
+        """These rows, in this order; with numpy alone, so that one thread does it."""
+        keys = {name: lists.take(rows) for name, lists in self.keys.items()}
+        return Rows(len(rows), keys, {name: values.take(rows, axis=0) for name, values in self.inputs.items()})
 
 
 def decode(table: "pa.Table", schema: Schema) -> Rows:
@@ -72,67 +86,57 @@ def decode(table: "pa.Table", schema: Schema) -> Rows:
     return rows
 
 
-def keep(rows: Rows, which: Array) -> Rows:
-    """These rows only; `which` ascends."""
-    keys = {name: _kept_lists(of, which) for name, of in rows.keys.items()}
-    return Rows(len(which), keys, {name: values[which] for name, values in rows.inputs.items()})
-
-
-def _kept_lists(lists: Lists, which: Array) -> Lists:
-    if lists.offsets is None:
-        return Lists(lists.values[which])
-    stays = np.isin(np.arange(len(lists.offsets) - 1), which)
-    lengths = np.diff(lists.offsets)
-    offsets = np.concatenate([np.zeros(1, np.int64), lengths[stays].cumsum()])
-    return Lists(lists.values[np.repeat(stays, lengths)], offsets)
-
-
-def join(parts: Sequence[Rows]) -> Samples:
-    """The rows of some row groups as one; nothing of them is shared."""
-    keys, one_each = {}, set()
-    for name in parts[0].keys:
-        lists = [part.keys[name] for part in parts]
-        values = torch.from_numpy(np.concatenate([of.values for of in lists]))
-        if all(of.offsets is None for of in lists):
-            one_each.add(name)
-            keys[name] = Jagged.one_each(values)
-        else:
-            keys[name] = Jagged(values, torch.from_numpy(_joined_offsets(lists)))
-    inputs = {name: _stacked(name, [part.inputs[name] for part in parts]) for name in parts[0].inputs}
-    return Samples(keys, inputs, frozenset(one_each))
-
-
-def to_batch(parts: Sequence[Samples]) -> Batch:
-    """Samples of one window or of several, one behind the other."""
+def join(parts: Sequence[Rows]) -> Rows:
+    """One behind the other."""
     if len(parts) == 1:
-        keys, inputs = parts[0].keys, parts[0].inputs
-    else:
-        keys = {name: _joined([part.keys[name] for part in parts]) for name in parts[0].keys}
-        inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
-    weight = float(inputs[WEIGHT].double().sum()) if WEIGHT in inputs else None
-    return Batch(keys, inputs, weight)
+        return parts[0]
+    keys = {name: _joined([part.keys[name] for part in parts]) for name in parts[0].keys}
+    inputs = {name: _stacked(name, [part.inputs[name] for part in parts]) for name in parts[0].inputs}
+    return Rows(sum(part.num_rows for part in parts), keys, inputs)
 
 
-def empty(schema: Schema) -> Samples:
-    nothing = torch.empty(0, dtype=torch.int64)
-    keys = {name: Jagged(nothing, nothing.new_zeros(1)) for name in schema.key_columns}
-    inputs = {
-        name: torch.empty(0) if isinstance(schema.inputs[name], str) else torch.empty(0, len(columns))
+def to_batch(rows: Rows) -> Batch:
+    """Rows that nobody else has: arrays become tensors as they are."""
+    inputs = {name: torch.from_numpy(values) for name, values in rows.inputs.items()}
+    weight = float(rows.inputs[WEIGHT].sum(dtype=np.float64)) if WEIGHT in inputs else None
+    return Batch({name: lists.jagged() for name, lists in rows.keys.items()}, inputs, weight)
+
+
+def empty(schema: Schema) -> Rows:
+    keys = {name: Lists(np.empty(0, np.int64)) for name in schema.key_columns}
+    inputs: dict[str, Array] = {
+        name: np.empty(0 if isinstance(schema.inputs[name], str) else (0, len(columns)), np.float32)
         for name, columns in schema.input_columns.items()
     }
     numbers = [*schema.label_columns, *([] if schema.weight is None else [WEIGHT])]
-    return Samples(keys, inputs | {name: torch.empty(0) for name in numbers}, frozenset())
+    return Rows(0, keys, inputs | {name: np.empty(0, np.float32) for name in numbers})
+
+
+def _joined(parts: Sequence[Lists]) -> Lists:
+    if any(part.offsets is not None for part in parts):
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Lists(np.concatenate([part.only_keys for part in parts]), _offsets_of(lengths))
+    values = np.concatenate([part.values for part in parts])
+    if all(part.has_key is None for part in parts):
+        return Lists(values)
+    return Lists(values, None, np.concatenate([part.lengths for part in parts]).astype(np.bool_))
+
+
+def _offsets_of(lengths: Array) -> Array:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def _side_by_side(parts: Sequence[Array]) -> Array:
     return np.concatenate([part.reshape(len(part), -1) for part in _same_type(parts)], axis=1)
 
 
-def _stacked(name: str, parts: Sequence[Array]) -> Tensor:
+def _stacked(name: str, parts: Sequence[Array]) -> Array:
     widths = {part.shape[1:] for part in parts}
     if len(widths) > 1:
         raise BadDataError(f"the lists of input {name!r} have other lengths in other row groups: {sorted(widths)}")
-    return torch.from_numpy(np.concatenate(_same_type(parts)))
+    return np.concatenate(_same_type(parts))
 
 
 def _same_type(parts: Sequence[Array]) -> Sequence[Array]:
@@ -159,22 +163,26 @@ def _keys(rows: Rows, column: str, array: Any, num_keys: int | None) -> Lists:
         values = array.flatten()
         values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
         offsets = _offsets(array)
+    has_key: Array | None = None
     if values.null_count:
         is_key = values.is_valid().to_numpy(zero_copy_only=False)
-        before = np.concatenate([np.zeros(1, np.int64), is_key.cumsum()])
-        offsets = before if offsets is None else before[offsets]
-        values = values.drop_null()
+        if offsets is None:
+            has_key, values = is_key, values.fill_null(0)
+        else:
+            offsets, values = _offsets_of(is_key)[offsets], values.drop_null()
     keys = _integers(values)
     if num_keys is not None:
-        _note_lists(rows, (keys < 0) | (keys >= num_keys), offsets, column, f"has a key outside 0 .. {num_keys - 1}")
-    return Lists(keys, offsets)
+        is_bad = (keys < 0) | (keys >= num_keys)
+        is_bad = is_bad if has_key is None else is_bad & has_key
+        _note_lists(rows, is_bad, offsets, column, f"has a key outside 0 .. {num_keys - 1}")
+    return Lists(keys, offsets, has_key)
 
 
 def _offsets(array: Any) -> Array:
     import pyarrow.compute as pc
 
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    return np.concatenate([np.zeros(1, np.int64), lengths.astype(np.int64).cumsum()])
+    return _offsets_of(lengths)
 
 
 def _integers(values: Any) -> Array:
@@ -232,14 +240,3 @@ def _note_lists(rows: Rows, is_bad: Array, offsets: Array | None, column: str, w
         of_rows = places if offsets is None else np.searchsorted(offsets, places, side="right") - 1
         for row in of_rows.tolist():
             rows.bad.setdefault(row, f"column {column!r} {what}")
-
-
-def _joined_offsets(lists: Sequence[Lists]) -> Array:
-    lengths = [np.ones(len(of.values), np.int64) if of.offsets is None else np.diff(of.offsets) for of in lists]
-    return np.concatenate([np.zeros(1, np.int64), np.concatenate(lengths).cumsum()])
-
-
-def _joined(parts: Sequence[Jagged]) -> Jagged:
-    lengths = torch.cat([part.lengths for part in parts])
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return Jagged(torch.cat([part.values for part in parts]), offsets)

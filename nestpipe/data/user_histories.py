@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Dataset
@@ -11,6 +11,7 @@ from nestpipe.data.negatives import Negatives
 
 HELD_OUT_ITEMS = {"train": 2, "validation": 1, "test": 0}
 """items at the end of each history that a part does not see; the item before them is its last target"""
+Numbers = NDArray[np.int64]
 CROPS = ("last", "random")
 
 
@@ -59,42 +60,48 @@ class UserHistories(Dataset):
     def samples(self, first: int, count: int) -> Batch:
         batch = self.rows.samples(first, count)
         items, times = batch.keys[self.item], batch.keys[self.time]
-        if not torch.equal(items.offsets, times.offsets):
-            user = int((items.lengths != times.lengths).nonzero()[0])
-            raise ValueError(
-                f"the sample at position {first + user} has {int(items.lengths[user])} items, but "
-                f"{int(times.lengths[user])} times; each item needs one"
-            )
-        num_seen = items.lengths - HELD_OUT_ITEMS[self.part]
-        kept = (num_seen >= 2).nonzero().squeeze(1)
+        offsets, num_items = items.offsets.numpy(), items.lengths.numpy()
+        self._check(first, num_items, times.lengths.numpy())
+        num_seen = num_items - HELD_OUT_ITEMS[self.part]
+        kept = np.flatnonzero(num_seen >= 2)
         positions, num_seen = first + kept, num_seen[kept]
-        lengths = (num_seen - 1).clamp(max=self.max_length)
-        begins = items.offsets[:-1][kept] + self._starts(positions, num_seen - 1 - lengths)
-        history = _stretches(items.values, begins, lengths)
-        keys = {"history": history, "target": Jagged.one_each(items.values[begins + lengths])}
+        lengths = np.minimum(num_seen - 1, self.max_length)
+        begins = offsets[:-1][kept] + self._starts(positions, num_seen - 1 - lengths)
+        history = _stretches(items.values.numpy(), begins, lengths)
+        target = torch.from_numpy(items.values.numpy()[begins + lengths])
+        keys = {"history": history, "target": Jagged.one_each(target)}
         if self.negatives is not None:
-            keys["negatives"] = self.negatives.draw(positions.numpy(), history)
-        inputs = {"times": self._times(times.values, begins, lengths)}
+            keys["negatives"] = self.negatives.draw(positions, history)
+        inputs = {"times": torch.from_numpy(self._times(times.values.numpy(), begins, lengths))}
         return Batch(keys, inputs, weight=float(lengths.sum()))
 
-    def _starts(self, positions: Tensor, num_left: Tensor) -> Tensor:
+    def _check(self, first: int, num_items: Numbers, num_times: Numbers) -> None:
+        differs = np.flatnonzero(num_items != num_times)
+        if len(differs) > 0:
+            user = int(differs[0])
+            raise ValueError(
+                f"the sample at position {first + user} has {num_items[user]} items, but {num_times[user]} times; each "
+                "item needs one"
+            )
+
+    def _starts(self, positions: Numbers, num_left: Numbers) -> Numbers:
         """Where the history begins, of so many items that it could leave out before it."""
         if not self.is_random:
             return num_left
-        words = stream("stretch", self.seed, positions.numpy())
-        uniform = (words >> 11).astype(np.float64) * 2.0**-53
-        return torch.from_numpy((uniform * (num_left.numpy() + 1)).astype(np.int64))
+        uniform = (stream("stretch", self.seed, positions) >> 11).astype(np.float64) * 2.0**-53
+        starts: Numbers = (uniform * (num_left + 1)).astype(np.int64)
+        return starts
 
-    def _times(self, times: Tensor, begins: Tensor, lengths: Tensor) -> Tensor:
+    def _times(self, times: Numbers, begins: Numbers, lengths: Numbers) -> Numbers:
         """[n, max_length + 1]: of the history, then of the target, the rest 0."""
-        places = torch.arange(self.max_length + 1)
+        places = np.arange(self.max_length + 1)
         is_used = places <= lengths[:, None]
-        result = torch.zeros(is_used.shape, dtype=torch.int64)
+        result = np.zeros(is_used.shape, np.int64)
         result[is_used] = times[(begins[:, None] + places)[is_used]]
         return result
 
 
-def _stretches(values: Tensor, begins: Tensor, lengths: Tensor) -> Jagged:
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    where = torch.arange(int(offsets[-1])) + torch.repeat_interleave(begins - offsets[:-1], lengths)
-    return Jagged(values[where], offsets)
+def _stretches(values: Numbers, begins: Numbers, lengths: Numbers) -> Jagged:
+    offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
+    where = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths)
+    return Jagged(torch.from_numpy(values[where]), torch.from_numpy(offsets))

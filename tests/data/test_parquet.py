@@ -95,9 +95,8 @@ def test_a_window_is_read_once_and_the_next_one_ahead(paths: list[Path]) -> None
     data.samples(0, 5)
     data.samples(5, 5)  # now the distance of batches is known
     assert data._ahead._coming is not None
-    following, future = data._ahead._coming
-    assert following == data.order.window_at(data.order.window_at(0).end)
-    future.result()
+    assert data._ahead._coming.window == data.order.window_at(data.order.window_at(0).end)
+    data._ahead._coming.joined.result()
     assert data.num_group_reads == 6
     for first in range(10, 30, 5):
         data.samples(first, 5)
