@@ -59,6 +59,7 @@ bench: install native ## every benchmark against its targets; wants an idle mach
 	$(BIN)/nestpipe bench attention --json benchmarks/results/attention.json --check
 	$(BIN)/nestpipe bench cluster --json benchmarks/results/cluster.json --check
 	$(BIN)/nestpipe bench overlap --json benchmarks/results/overlap.json --check
+	$(BIN)/nestpipe bench reader --json benchmarks/results/reader.json --check
 	$(BIN)/nestpipe bench learning --json benchmarks/results/learning.json --check
 	$(BIN)/nestpipe bench consistency --json benchmarks/results/consistency.json --plot docs/consistency.svg --check
 	$(BIN)/nestpipe bench schedules --json benchmarks/results/schedules.json --check

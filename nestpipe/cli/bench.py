@@ -17,6 +17,7 @@ from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
+from nestpipe.bench import reader as reader_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.hosts import check_possible
@@ -104,6 +105,12 @@ def attention(path: Json, quick: Quick = False, check: Check = False) -> None:
 def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
     """HSTU and FuXi on synthetic histories: ranks of held-out targets against counting and against the oracle."""
     _run("learning", lambda: learning_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def reader(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The loader on one core against what training consumes: clicks for the demo, histories for an HSTU recipe."""
+    _run("reader", lambda: reader_bench.records(quick), path, quick, check)
 
 
 @app.command()
