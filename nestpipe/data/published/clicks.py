@@ -59,7 +59,7 @@ def _read(work: Work, file: Path, spool: ClickFiles, report: Report) -> int:
 
 def _selected(work: Work, file: Path) -> str:
     dense = ", ".join(
-        f"CAST(ln(1 + greatest(coalesce(dense_{number}, 0), 0)) AS FLOAT) AS dense_{number}"
+        f"CAST(ln(1 + CAST(greatest(coalesce(dense_{number}, 0), 0) AS DOUBLE)) AS FLOAT) AS dense_{number}"
         for number in range(NUM_DENSE)
     )
     keys = ", ".join(f"key_{number}" for number in range(NUM_SPARSE))
