@@ -1,6 +1,6 @@
 """Bad input: the error names file and line; --skip-bad leaves out what can be left out, and counts it.
 
-Fails if `_SAME` in text_files.py is `true` (1.5 would be taken as 2), or if `problem` and the engine disagree on a line.
+Fails if `_SAME` in text_files.py is `true` (1.5 would be taken as 2), or where `problem` and the engine disagree.
 """
 
 import gzip
