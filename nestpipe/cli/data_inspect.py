@@ -38,7 +38,7 @@ def as_json(found: Inspection, dim: int, optimizer: str) -> dict[str, Any]:
 
 def _show_keys(found: Inspection, console: Console) -> None:
     shares = [f"hottest {share:.1%}" for share in found.keys[0].hottest]
-    table = Table("keys", "occurrences", "distinct", *shares, f"a batch of {found.batch_size:,}", "overlap")
+    table = Table("keys", "total", "distinct", *shares, f"a batch of {found.batch_size:,}", "overlap")
     for column in found.keys:
         about = "" if column.is_exact else "about "
         hottest = [f"{share:.1%}" for share in column.hottest.values()]
@@ -47,7 +47,7 @@ def _show_keys(found: Inspection, console: Console) -> None:
             column.name, f"{column.num_occurrences:,}", f"{about}{column.num_distinct:,}", *hottest, *of_batch
         )
     console.print(table)
-    _line(console, "hottest: the share of the occurrences that these most frequent keys have")
+    _line(console, "total: occurrences; hottest: the share of them that these most frequent keys have")
     batches = f"the first batches of training, at most {NUM_BATCHES}"
     _line(console, f"a batch: its distinct keys; overlap: those of them that the batch before had too; of {batches}")
 

@@ -51,7 +51,7 @@ def recipe(folder: Path, *lines: str, data: str = "", schema: str = "", batch_si
         [pipeline]
         num_micro_batches = 2
     """
-    return parse_config("\n".join([text, *lines]), "the test").resolved(1, 2)
+    return parse_config("\n".join([text, *lines]), "the test").resolved(1, 1)
 
 
 def held_out(folder: Path) -> str:

@@ -92,7 +92,7 @@ def test_recipes_train_on_prepared_data(path: Path, folders: Path) -> None:
     kind = load_config(path).data.kind
     model = ("model.num_layers=1", "model.num_negatives=4", "model.dim=8", "model.dim_qk=4", "model.dim_v=4")
     small = (*model, "model.bottom=[8]", "model.top=[8]", "train.batch_size=16", "train.steps=3")
-    config = load_config(path, [*small, f"data.path={folders / kind}"]).resolved(1, 2)
+    config = load_config(path, [*small, f"data.path={folders / kind}"]).resolved(1, 1)
     summary = run(config, World())
     assert summary["steps"] == 3
     metrics = summary["metrics"]
