@@ -65,7 +65,7 @@ def _check_new(work: Work, first: int, file: Path) -> int:
     """The number of bad lines among the events from row `first` on; an error where there may be none."""
     num_bad = work.engine.number(f"SELECT count(*) FROM events WHERE rowid >= {first} AND item IS NULL")
     if num_bad and not work.skip_bad:
-        raise work.bad_line(file, f"has {num_bad} bad lines")
+        raise work.bad_line(file)
     return num_bad
 
 
