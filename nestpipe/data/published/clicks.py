@@ -49,7 +49,7 @@ def _read(work: Work, file: Path, spool: ClickFiles, report: Report) -> int:
             good = batch.column("good")
             num_bad_here = len(batch) - int(pc.sum(good).as_py() or 0)
             if num_bad_here and not work.skip_bad:
-                raise work.bad_line(file, "has bad lines")
+                raise work.bad_line(file)
             num_bad += num_bad_here
             spool.write(batch.filter(good) if num_bad_here else batch)
     except EngineError as error:

@@ -1,6 +1,7 @@
 """From events (user, item, time) to histories: filtered until stable, sorted, re-indexed."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def _check_new(work: Work, first: int, file: Path) -> int:
     """The number of bad lines among the events from row `first` on; an error where there may be none."""
     num_bad = work.engine.number(f"SELECT count(*) FROM events WHERE rowid >= {first} AND item IS NULL")
     if num_bad and not work.skip_bad:
-        raise work.bad_line(file, f"has {num_bad} bad lines")
+        raise work.bad_line(file)
     return num_bad
 
 
@@ -126,7 +127,8 @@ def _sort_and_write(work: Work, events: Events, lengths: Numbers, stages: Stages
         "FROM events JOIN item_index ON events.item = item_index.original "
         'SEMI JOIN users ON "user" = users.original ORDER BY "user", "time", events.rowid'
     )
-    return write_histories(work.folder, lengths, batches, stages.begin("writing"))
+    first = next(batches)  # comes when all is sorted
+    return write_histories(work.folder, lengths, chain([first], batches), stages.begin("writing"))
 
 
 def _names(files: tuple[Path, ...]) -> str:

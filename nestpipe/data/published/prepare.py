@@ -17,6 +17,8 @@ from nestpipe.data.published.work import Prepared, Progress, Source, Work
 
 UNFINISHED = "unfinished"
 """the folder within the prepared one that has everything until the end; it marks what may be started over"""
+WITHOUT_CHECKSUMS = 0.98
+"""of the time, that all stages before them take"""
 _OURS = re.compile(r"(users|train|validation|test)-\d{5}\.parquet|(items|user_ids)\.parquet|manifest\.json\.unfinished")
 
 
@@ -48,12 +50,12 @@ def prepare(
     found = _FORMATS[data_format].find(source)
     with _unfinished(target, force) as folder:
         with Engine(folder / "spill") as engine:
-            work = Work(found, folder, engine, skip_bad, progress)
+            work = Work(found, folder, engine, skip_bad, lambda stage, done: progress(stage, WITHOUT_CHECKSUMS * done))
             try:
                 prepared = _FORMATS[data_format].prepare(work)
             except EngineError as error:
                 raise ValueError(f"DuckDB cannot go on: {error}") from None
-        progress("checksums", 0.99)
+        progress("checksums", WITHOUT_CHECKSUMS)
         manifest = _manifest(prepared, found, folder, data_format, skip_bad)
         for file in manifest.files:
             (folder / file.name).replace(target / file.name)

@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,8 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
     try:
         with open_text(file) as opened:
             line = opened.readline(LONGEST_LINE_BYTES).rstrip(b"\r\n").decode(errors="replace")
-    except (EOFError, OSError) as error:
-        raise ValueError(f"{file} line 1: {error}; the file is damaged or incomplete, get it again") from None
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{file} line 1: the file is damaged or incomplete: {error}; get the file again") from None
     columns = tuple(line.split(delimiter))
     for name in required:
         if columns.count(name) != 1:
@@ -128,22 +129,34 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
     return columns
 
 
-def find_bad_line(file: Path, text_format: TextFormat) -> str | None:
-    """The first, with its number and what is wrong with it. Slow: only for when something is known to be wrong."""
+@dataclass(frozen=True)
+class BadLine:
+    number: int
+    problem: str
+    can_be_left_out: bool = True
+    """not where the file cannot be read any further"""
+
+    def __str__(self) -> str:
+        advice = "; correct it, or leave such lines out: --skip-bad" if self.can_be_left_out else "; get the file again"
+        return f"line {self.number}: {self.problem}{advice}"
+
+
+def find_bad_line(file: Path, text_format: TextFormat, *, skip_bad: bool) -> BadLine | None:
+    """The first one that is an error. Slow: only for when something is known to be wrong."""
     number = 0
     try:
         with open_text(file) as opened:
             while line := opened.readline(LONGEST_LINE_BYTES + 2):
                 number += 1
-                if number == 1 and text_format.has_header:
+                if skip_bad or (number == 1 and text_format.has_header):
                     continue
                 problem = text_format.problem(line.rstrip(b"\r\n"))
                 if problem is not None:
-                    return f"line {number}: {problem}"
+                    return BadLine(number, problem)
     except EOFError:
-        return f"line {number + 1}: the gzip file ends in the middle; it is incomplete, get it again"
-    except (gzip.BadGzipFile, OSError) as error:
-        return f"line {number + 1}: {error}; the file is damaged, get it again"
+        return BadLine(number + 1, "the gzip file ends in the middle, it is incomplete", can_be_left_out=False)
+    except (OSError, zlib.error) as error:
+        return BadLine(number + 1, f"the file is damaged: {error}", can_be_left_out=False)
     return None
 
 

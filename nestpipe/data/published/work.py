@@ -70,16 +70,15 @@ class Work:
     skip_bad: bool
     progress: Progress
 
-    def bad_line(self, file: Path, otherwise: str) -> ValueError:
-        """The error that names it; `otherwise` is what is said if none is found."""
-        problem = find_bad_line(file, self.source.text_format) or otherwise
-        advice = (
-            "" if "gzip" in problem or "damaged" in problem else "; correct it, or leave such lines out: --skip-bad"
-        )
-        return ValueError(f"{file} {problem}{advice}")
+    def bad_line(self, file: Path) -> ValueError:
+        """The error that names it, when the engine has found some."""
+        found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
+        return ValueError(f"{file} {found or 'has bad lines; leave them out with --skip-bad'}")
 
-    def failed_scan(self, file: Path, error: EngineError) -> ValueError:
-        return self.bad_line(file, f"cannot be read: {error}")
+    def failed_scan(self, file: Path, error: EngineError) -> Exception:
+        """The error that names a line if that is the reason, otherwise what the engine says."""
+        found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
+        return error if found is None else ValueError(f"{file} {found}")
 
     def num_rejected(self) -> int:
         """Lines that the engine could not split into fields."""

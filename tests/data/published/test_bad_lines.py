@@ -117,9 +117,10 @@ PACKED = gzip.compress(b"user_id,video_id,time_ms\n" + b"".join(b"%d,2,3\n" % (n
         (b"user_id,time_ms,video_id\n1,2,3\n", "line 1: has other columns than"),
         (b"user_id,video_id,time_ms,user_id\n1,2,3,4\n", "line 1: must be a header with one column 'user_id'"),
         (b"user_id,video_id,time_ms\n1,2,3\n4,5,\n", "line 3: time_ms is '', must be a whole number"),
-        (PACKED[: len(PACKED) // 2], "the gzip file ends in the middle; it is incomplete, get it again"),
+        (PACKED[: len(PACKED) // 2], "the gzip file ends in the middle, it is incomplete; get the file again"),
         (PACKED[:-4], "line 9002: the gzip file ends in the middle"),
         (PACKED[:12], "line 1: "),
+        (PACKED[:9000] + b"\xff" * 99 + PACKED[9099:], "the file is damaged: "),
     ],
 )
 def test_bad_logs(content: bytes, text: str, tmp_path: Path) -> None:
@@ -131,7 +132,9 @@ def test_bad_logs(content: bytes, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [4, 500])
 def test_a_truncated_gzip_cannot_be_skipped(cut: int, tmp_path: Path) -> None:
-    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(b"1::2::3::4\n" * 90_000)[:-cut])
+    """Nor does a bad line before its end hide it."""
+    lines = b"1::2::3::x\n" + b"1::2::3::4\n" * 90_000
+    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(lines)[:-cut])
     with pytest.raises(ValueError, match=r"ratings\.dat\.gz line \d+: the gzip file ends in the middle"):
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
 
