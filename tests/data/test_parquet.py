@@ -4,6 +4,7 @@ Fails, for example, if the order depends on the batch size, if samples takes the
 them, or if what is read ahead is the window behind this one instead of the next one that the rank needs.
 """
 
+import weakref
 from itertools import chain
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def test_a_rank_reads_the_row_groups_of_its_samples_only(paths: list[Path]) -> N
     read = data._ahead._read
     data._ahead._read = lambda group: (reads.append(group), read(group))[1]
     for _ in Batches(data, 10, 1, 2):
-        pass
+        if data._ahead._coming is not None:
+            data._ahead._coming.joined.result()  # what was begun comes to its end, needed or not
     assert sorted(reads) == sorted({group for groups in needed for group in groups})
     assert data.num_group_reads == len(reads)
 
@@ -101,6 +103,27 @@ def test_a_window_is_read_once_and_the_next_one_ahead(paths: list[Path]) -> None
     for first in range(10, 30, 5):
         data.samples(first, 5)
     assert data.num_group_reads == 6
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_few_decoded_row_groups_are_kept(paths: list[Path], window: int) -> None:
+    """Fails if ReadAhead keeps the window it had: what is alive would grow to all 14."""
+    data = ParquetData(paths, SCHEMA, window=window, num_epochs=2)
+    read, decoded, most = data._ahead._read, [], 0
+
+    def watched(group: int) -> object:
+        rows = read(group)
+        decoded.append(weakref.ref(rows))
+        return rows
+
+    data._ahead._read = watched
+    for first in range(0, 270, 9):
+        data.samples(first, 9)
+        if data._ahead._coming is not None:
+            data._ahead._coming.joined.result()
+        most = max(most, sum(rows() is not None for rows in decoded))
+    assert len(decoded) == 28
+    assert most <= window + 1
 
 
 def test_threads_do_not_change_the_samples(paths: list[Path]) -> None:

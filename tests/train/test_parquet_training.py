@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from nestpipe.distributed import RankError, World
 from nestpipe.train.config import Config
@@ -18,6 +19,14 @@ from tests.files import click_columns, write_parquet
 from tests.ranks import run_ranks
 
 KEYS = [f"key_{number}" for number in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +80,8 @@ def test_nested_has_the_digest_of_serial(folder: Path) -> None:
     assert serial["metrics"]["num_samples"] == 70
     other = run(with_schedule(recipe(folder, data="num_threads = 2"), "nested"), World())
     assert (other["digest"], other["metrics"]) == (serial["digest"], {})
+    seeded = recipe(folder)
+    assert run(replace(seeded, data=replace(seeded.data, seed=5)), World())["digest"] != serial["digest"]
 
 
 def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Fails, for example, if the loader looks for columns that prepare does not write,
 from pathlib import Path
 
 import pytest
+import torch
 
 from nestpipe.data.dataset import Batches
 from nestpipe.data.prepared import read_prepared
@@ -33,6 +34,14 @@ CASES = [
     ("criteo", "kaggle", "criteo-kaggle", ("dlrm-criteo-kaggle",)),
     ("criteo", "terabyte", "criteo-terabyte", ("dlrm-criteo-terabyte",)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("name", "variant", "source", "recipes"), CASES)
