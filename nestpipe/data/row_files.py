@@ -48,7 +48,7 @@ def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
-            files = sorted(file for file in Path(path).iterdir() if file.suffix in SUFFIXES)
+            files = sorted(file for file in Path(path).iterdir() if file.suffix in SUFFIXES and file.is_file())
         elif has_magic(str(path)) and not Path(path).exists():
             root = Path(path).anchor
             files = sorted(Path(root).glob(str(Path(path).relative_to(root))))
