@@ -25,9 +25,13 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """The most physical memory this process had since reset_peak."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match.group(1)) * 1024
+    return _most_bytes("self")
+
+
+def _most_bytes(process: int | str) -> int:
+    """0 if it has ended."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    return int(match.group(1)) * 1024 if match is not None else 0
 
 
 def tree_bytes(process: int) -> int:
@@ -41,21 +45,19 @@ def tree_bytes(process: int) -> int:
 
 
 def peak_of_command(command: Sequence[str], every_seconds: float = 0.02) -> int:
-    """Runs it to its end. The most that its processes had together, sampled; and no less than one of them ever had."""
+    """Runs it to its end. The most that its processes had together, sampled; and no less than the first ever had."""
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
         peak = 0
         while True:
-            peak = max(peak, tree_bytes(child.pid))
-            ended, status, usage = os.wait4(child.pid, os.WNOHANG)
-            if ended:
+            peak = max(peak, tree_bytes(child.pid), _most_bytes(child.pid))
+            if child.poll() is not None:
                 break
             time.sleep(every_seconds)
-        child.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         if child.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}: {output.read()[-2000:]}")
-    return max(peak, usage.ru_maxrss * 1024)
+    return peak
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:

@@ -1,14 +1,19 @@
 """`nestpipe data` as a user calls it."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from nestpipe.cli.data_progress import show_stages
 from nestpipe.cli.main import app
 from nestpipe.data.published.manifest import read_manifest
+from tests.cli.test_commands import quick_records
 
 
 def call(*arguments: object) -> Result:
@@ -66,3 +71,18 @@ def test_training_needs_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs DuckDB; install it" in done.stdout
+
+
+def test_a_terminal_has_a_bar() -> None:
+    text = io.StringIO()
+    with show_stages(Console(file=text, force_terminal=True, width=100)) as report:
+        report("reading", 0.25)
+    assert "reading" in text.getvalue()
+    assert " 25%" in text.getvalue()
+
+
+@pytest.mark.slow
+def test_bench_prepare_quick(tmp_path: Path) -> None:
+    speed, killed = quick_records("prepare", tmp_path)
+    assert 1e8 < speed["peak_rss_bytes"] < 2e9
+    assert (killed["num_killed"], killed["same_manifest"]) == (1, 1)

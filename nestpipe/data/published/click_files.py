@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nestpipe.data.published.engine import Report
-from nestpipe.data.published.parquet_out import WHOLE_TABLE, BatchStream, parquet_file
+from nestpipe.data.published.parquet_out import BatchStream, parquet_file, write_group
 from nestpipe.data.published.work import Made
 
 ROWS_A_GROUP = 1 << 16
@@ -59,7 +59,7 @@ class ClickFiles:
             self._file = parquet_file(self._folder / name, self._schema)
             self.files.append(Made(name, self._name, 0))
             self._number += 1
-        self._file.write_table(group, WHOLE_TABLE)
+        write_group(self._file, group)
         last = self.files[-1]
         self.files[-1] = Made(last.name, last.split, last.num_rows + len(group))
         if self.files[-1].num_rows == ROWS_A_FILE:

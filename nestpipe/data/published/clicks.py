@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 
 from nestpipe.data.published.click_files import ClickFiles, split_spool
 from nestpipe.data.published.engine import EngineError, Report
+from nestpipe.data.published.text_files import estimate_lines
 from nestpipe.data.published.work import Prepared, Stages, Work, scan_report
 
 NUM_DENSE, NUM_SPARSE = 13, 26
@@ -43,9 +44,11 @@ def prepare_clicks(work: Work, held_out_share: int | None) -> Prepared:
 
 def _read(work: Work, file: Path, spool: ClickFiles, report: Report) -> int:
     """Gives the number of bad lines that were left out."""
-    num_bad = 0
+    num_bad, num_read, num_lines = 0, 0, estimate_lines(file)
     try:
-        for batch in work.engine.batches(_selected(work, file), report):
+        for batch in work.engine.batches(_selected(work, file)):
+            num_read += len(batch)
+            report(min(1.0, num_read / num_lines))
             good = batch.column("good")
             num_bad_here = len(batch) - int(pc.sum(good).as_py() or 0)
             if num_bad_here and not work.skip_bad:

@@ -65,7 +65,7 @@ class Engine:
                     running.result(_POLL_SECONDS)
                     return
                 except FutureTimeoutError:
-                    report(self._share_done())
+                    report(min(1.0, max(0.0, self._connection.query_progress() / 100)))
                 except self._errors as error:
                     raise EngineError(str(error)) from None
                 except BaseException:
@@ -81,14 +81,9 @@ class Engine:
     def number(self, sql: str) -> int:
         return int(self.rows(sql)[0][0])
 
-    def batches(self, sql: str, report: Report = lambda done: None) -> Iterator[pa.RecordBatch]:
+    def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
         """The result in its order, never all of it in memory."""
         try:
-            for batch in self._connection.sql(sql).to_arrow_reader(ROWS_A_BATCH):
-                yield batch
-                report(self._share_done())
+            yield from self._connection.sql(sql).to_arrow_reader(ROWS_A_BATCH)
         except (self._errors, pa.ArrowException) as error:
             raise EngineError(str(error)) from None
-
-    def _share_done(self) -> float:
-        return min(1.0, max(0.0, self._connection.query_progress() / 100))

@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestpipe.data.published.engine import Report
-from nestpipe.data.published.parquet_out import WHOLE_TABLE, BatchStream, parquet_file
+from nestpipe.data.published.parquet_out import BatchStream, parquet_file, write_group
 from nestpipe.data.published.work import Made
 
 _INTEGERS = pa.list_(pa.field("element", pa.int64(), nullable=False))
@@ -58,7 +58,7 @@ def write_histories(folder: Path, lengths: Numbers, events: Iterator[pa.RecordBa
         with parquet_file(folder / name, SCHEMA) as file:
             for group in of_file:
                 taken = pa.Table.from_batches(stream.take(group.num_events)).combine_chunks()
-                file.write_table(_histories(group, lengths, taken), WHOLE_TABLE)
+                write_group(file, _histories(group, lengths, taken))
                 num_done += group.num_events
                 report(num_done / num_events)
         files.append(Made(name, "all", of_file[-1].end_user - of_file[0].first_user))
@@ -67,10 +67,11 @@ def write_histories(folder: Path, lengths: Numbers, events: Iterator[pa.RecordBa
 
 def write_index(folder: Path, name: str, column: str, originals: pa.ChunkedArray) -> Made:
     """The original number of each user or item; its place is its new number."""
-    fields = [pa.field(column, pa.int64(), nullable=False), pa.field("original", pa.int64(), nullable=False)]
-    numbers = pa.chunked_array([pa.array(np.arange(len(originals)))])
-    with parquet_file(folder / name, pa.schema(fields)) as file:
-        file.write_table(pa.Table.from_arrays([numbers, originals], schema=pa.schema(fields)), ROWS_OF_INDEX)
+    schema = pa.schema([pa.field(field, pa.int64(), nullable=False) for field in (column, "original")])
+    table = pa.Table.from_arrays([pa.array(np.arange(len(originals))), originals.combine_chunks()], schema=schema)
+    with parquet_file(folder / name, schema) as file:
+        for first in range(0, len(table), ROWS_OF_INDEX):
+            write_group(file, table.slice(first, ROWS_OF_INDEX))
     return Made(name, "index", len(originals))
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-WHOLE_TABLE = 2**31
-"""rows of a row group: as many as are written at once"""
+PAGE_BYTES = 1 << 20
 
 
 def parquet_file(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1)
+    return pq.ParquetWriter(path, schema, compression="zstd", compression_level=1, data_page_size=PAGE_BYTES)
+
+
+def write_group(file: pq.ParquetWriter, group: pa.Table) -> None:
+    """One row group. In one piece, for pages may end where pieces do, and the sizes of batches are the engine's."""
+    file.write_table(group.combine_chunks(), max(1, len(group)))
 
 
 class BatchStream:

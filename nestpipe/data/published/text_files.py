@@ -110,6 +110,16 @@ def open_text(file: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(file)) if is_gzip(file) else file.open("rb")
 
 
+def estimate_lines(file: Path, sample_bytes: int = 1 << 20) -> float:
+    """About how many it has, from its size and its beginning; for progress only."""
+    try:
+        with file.open("rb") as raw:
+            text = (gzip.GzipFile(fileobj=raw) if is_gzip(file) else raw).read(sample_bytes)
+            return max(1.0, text.count(b"\n") / max(1, raw.tell()) * file.stat().st_size)
+    except (EOFError, OSError, zlib.error):
+        return 1.0  # whoever reads it says what is wrong
+
+
 def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[str, ...]:
     """The columns that the first line names."""
     try:

@@ -49,17 +49,13 @@ class Stages:
         self._shares = shares
 
     def begin(self, name: str) -> Report:
-        before = sum(share for other, share in self._before(name))
+        before = sum(list(self._shares.values())[: list(self._shares).index(name)])
 
         def report(done: float) -> None:
             self._progress(name, before + self._shares[name] * done)
 
         report(0.0)
         return report
-
-    def _before(self, name: str) -> list[tuple[str, float]]:
-        names = list(self._shares)
-        return [(other, self._shares[other]) for other in names[: names.index(name)]]
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,16 @@ def test_a_truncated_gzip_cannot_be_skipped(cut: int, tmp_path: Path) -> None:
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
 
 
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("num_lines", [50, 20_000])
+def test_truncated_clicks(num_lines: int, skip_bad: bool, tmp_path: Path) -> None:
+    lines = "".join(line(keys=(f"{number:08x}", *("",) * 25)) + "\n" for number in range(num_lines))
+    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(lines.encode())[:-20])
+    with pytest.raises(ValueError, match=r"train\.txt\.gz line \d+: the gzip file ends in the middle"):
+        prepare("criteo", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
+    assert not (tmp_path / "dst").exists()
+
+
 def only(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).write_text("x")

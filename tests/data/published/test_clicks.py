@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nestpipe.data.published import click_files, engine
+from nestpipe.data.published import click_files, engine, parquet_out
 from nestpipe.data.published.generate import generate
 from nestpipe.data.published.manifest import read_manifest
 from nestpipe.data.published.prepare import prepare
@@ -96,6 +96,30 @@ def test_order_of_lines_is_kept_by_many_threads(tmp_path: Path, monkeypatch: pyt
     manifest = prepare("criteo", tmp_path, tmp_path / "dst")
     tables = [pq.read_table(tmp_path / "dst" / made.name, columns=["key_0"]) for made in manifest.files]
     assert pa.concat_tables(tables)["key_0"].to_pylist() == list(numbers)
+
+
+def test_bytes_depend_on_the_input_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on threads."""
+    generate("criteo", tmp_path / "src", 9_000)
+    first = prepare("criteo", tmp_path / "src", tmp_path / "dst")
+    for threads, rows in ((1, 2048), (4, 3000)):
+        monkeypatch.setattr(engine, "num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(engine, "ROWS_A_BATCH", rows)
+        assert prepare("criteo", tmp_path / "src", tmp_path / "dst", force=True).checksum() == first.checksum()
+
+
+def test_bytes_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if write_group does not put the pieces of a group together: a page would end with a piece."""
+    monkeypatch.setattr(parquet_out, "PAGE_BYTES", 4096)
+    schema = pa.schema([pa.field("key", pa.int64())])
+    whole = pa.table({"key": [number * number for number in range(9_000)]}, schema=schema)
+    for name, size in (("one", 9_000), ("other", 777)):
+        (tmp_path / name).mkdir()
+        with click_files.ClickFiles(tmp_path / name, "train", schema) as files:
+            for batch in whole.to_batches(max_chunksize=size):
+                files.write(batch)
+    one, other = ((tmp_path / name / "train-00000.parquet").read_bytes() for name in ("one", "other"))
+    assert one == other
 
 
 def test_too_few_lines_for_the_splits(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ if `_clear` leaves the files of a killed run.
 """
 
 import fcntl
+import gzip
 import hashlib
 import json
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from nestpipe.data.published import engine
 from nestpipe.data.published.generate import generate
 from nestpipe.data.published.manifest import Manifest, read_manifest
 from nestpipe.data.published.prepare import UNFINISHED, prepare
+from nestpipe.data.published.text_files import estimate_lines
 
 MOMENTS = ("reading", "filtering", "writing", "checksums", "moving", "manifest")
 
@@ -115,6 +118,19 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is being prepared by another process"):
             prepare("movielens", source, target)
     prepare("movielens", source, target)
+
+
+def test_clicks_report_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ROWS_A_BATCH", 2048)
+    (file,) = generate("criteo", tmp_path / "src", 10_000)
+    assert estimate_lines(file, 100_000) == pytest.approx(10_000, rel=0.05)
+    seen: list[float] = []
+    prepare("criteo", tmp_path / "src", tmp_path / "dst", progress=lambda stage, done: seen.append(done))
+    assert seen == sorted(seen)
+    assert len([done for done in seen if 0.1 < done < 0.9]) >= 3
+    packed = tmp_path / "train.txt.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert estimate_lines(packed) == pytest.approx(10_000, rel=0.2)
 
 
 def test_progress_goes_from_0_to_1(tmp_path: Path) -> None:
