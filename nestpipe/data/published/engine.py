@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-MEMORY_BYTES = 1_000_000_000
+MEMORY_BYTES = 700_000_000
 """of the engine; the whole process has a few hundred MB more"""
 MOST_THREADS = 8
 """each needs memory of its own"""
