@@ -1,11 +1,11 @@
 """`bench prepare`: `nestpipe data prepare` on generated logs in KuaiRand's format, as a command, the whole of it."""
 
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ SEED = 1
 NUM_PAIRS = 5
 QUICK_ROWS = 100_000
 KILLED_AT = (0.2, 0.5, 0.8)
-"""shares of the time that the work takes, in turn; each run starts over, the last one is left alone"""
+"""in turn, when so much is done; each run starts over, the last one is left alone"""
 
 
 def records(num_rows: int, quick: bool) -> Iterator[Record]:
@@ -41,7 +41,6 @@ class _Logs:
     folder: Path
     num_rows: int
     peaks: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
     @property
     def source(self) -> Path:
@@ -60,9 +59,7 @@ class _Logs:
 
     def prepare(self) -> None:
         self.remove_target()
-        started = time.perf_counter()
         self.peaks.append(peak_of_command(self.command))
-        self.seconds.append(time.perf_counter() - started)
 
     def read(self) -> None:
         """The engine, with the same threads and memory, adds up every column of the same files."""
@@ -109,12 +106,13 @@ def _killed_runs(logs: _Logs, shares: tuple[float, ...]) -> Record:
 
 
 def _start_and_kill(logs: _Logs, share: float) -> bool:
-    """After that share of the time from its first line of output to the end; False if it was too late."""
-    started = time.perf_counter()
-    with subprocess.Popen(logs.command, stdout=subprocess.PIPE, preexec_fn=die_with_parent) as child:
+    """When it says that this share is done; False if it was too late."""
+    with subprocess.Popen(logs.command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent) as child:
         assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(share * max(0.0, statistics.median(logs.seconds) - (time.perf_counter() - started)))
+        for line in child.stdout:
+            said = re.search(r": (\d+)% of all", line)
+            if said is not None and int(said.group(1)) >= 100 * share:
+                break
         child.kill()
     return (logs.target / UNFINISHED).exists() and not (logs.target / MANIFEST).exists()
 
