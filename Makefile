@@ -59,9 +59,11 @@ bench: install native ## every benchmark against its targets; wants an idle mach
 	$(BIN)/nestpipe bench attention --json benchmarks/results/attention.json --check
 	$(BIN)/nestpipe bench cluster --json benchmarks/results/cluster.json --check
 	$(BIN)/nestpipe bench overlap --json benchmarks/results/overlap.json --check
+	$(BIN)/nestpipe bench reader --json benchmarks/results/reader.json --check
 	$(BIN)/nestpipe bench learning --json benchmarks/results/learning.json --check
 	$(BIN)/nestpipe bench consistency --json benchmarks/results/consistency.json --plot docs/consistency.svg --check
 	$(BIN)/nestpipe bench schedules --json benchmarks/results/schedules.json --check
+	$(BIN)/nestpipe bench prepare --rows 20000000 --json benchmarks/results/prepare.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
 
 clean: ## remove what was built, the environment included

@@ -23,7 +23,7 @@ ALLOWED = {
     "embedding": {"store", "kernels", "device", "data", "distributed"},
     "pipelining": {"embedding", "store", "device", "data", "distributed"},
     "train": {"models", "pipelining", "embedding", "store", "device", "data", "distributed"},
-    "cli": {"bench", "train", "pipelining", "distributed", "store"},
+    "cli": {"bench", "train", "pipelining", "data", "distributed", "store"},
     "bench": {"train", "models", "ops", "pipelining", "embedding", "store", "device", "data", "distributed"},
     "": {"data", "distributed", "embedding", "pipelining", "store", "train", "cli"},  # __init__.py and __main__.py
 }

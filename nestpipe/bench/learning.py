@@ -45,6 +45,7 @@ def learn(config: Config) -> Record:
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
     this_run = build(config, World())
+    assert this_run.held_out is not None
     seconds, difference = _train(config, this_run)
     metrics = RankMetrics(this_run.trainer, config.histories.num_items, AT)
     found = evaluate(this_run.trainer, this_run.held_out, [metrics]).metrics

@@ -17,6 +17,8 @@ from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
+from nestpipe.bench import prepare as prepare_bench
+from nestpipe.bench import reader as reader_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.hosts import check_possible
@@ -107,9 +109,26 @@ def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
 
 
 @app.command()
+def reader(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The loader on one core against what training consumes: clicks for the demo, histories for an HSTU recipe."""
+    _run("reader", lambda: reader_bench.records(quick), path, quick, check)
+
+
+@app.command()
 def overlap(path: Json, quick: Quick = False, check: Check = False) -> None:
     """What a frozen window leaves exposed of exchanges whose time is known: 2 ranks on this machine."""
     _run("overlap", lambda: overlap_bench.records(quick), path, quick, check)
+
+
+@app.command()
+def prepare(
+    path: Json,
+    num_rows: Annotated[int, typer.Option("--rows", min=1000, help="Lines of the generated logs.")] = 20_000_000,
+    quick: Quick = False,
+    check: Check = False,
+) -> None:
+    """`nestpipe data prepare` on logs like KuaiRand's: speed against merely reading them, memory, killed runs."""
+    _run("prepare", lambda: prepare_bench.records(num_rows, quick), path, quick, check)
 
 
 @app.command()

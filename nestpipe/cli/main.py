@@ -6,6 +6,7 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import app as bench_app
+from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.train import train
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(evaluate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(data_app, name="data")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """What a run prints at its end."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,7 @@ MEANINGS = {
     "other_ms": "progress and the like",
     "unattributed_ms": "not accounted for",
 }
+SKIPPED = {"files": "files that cannot be opened", "groups": "row groups that cannot be read", "rows": "rows"}
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -25,32 +27,43 @@ def show_summary(summary: Summary, console: Console) -> None:
     rows = [("steps", steps), ("loss of the last step", _number(summary["final_loss"]))]
     console.print(_table(f"{summary['schedule']}, {summary['ranks']} ranks", ("", ""), rows))
     if summary["metrics"]:
-        _show_metrics(summary["metrics"], console)
+        _show_metrics(summary, console)
     _show_time(summary, console)
     _show_memory(summary, console)
+    _show_skipped(summary["skipped"], console)
     console.print(f"digest {summary['digest']}", highlight=False, soft_wrap=True)
 
 
 def show_evaluation(result: Summary, console: Console) -> None:
     console.print(f"{result['checkpoint']}, {result['steps']} steps", highlight=False, soft_wrap=True)
-    _show_metrics(result["metrics"], console)
+    _show_metrics(result, console)
 
 
-def _show_metrics(metrics: dict[str, float], console: Console) -> None:
-    title = f"{metrics['num_samples']:,} held-out samples"
+def _show_metrics(result: Summary, console: Console) -> None:
+    """A column for each thing to compare with that there is."""
+    metrics, published = result["metrics"], result["published"]
     if "mrr" in metrics:
-        _show_rank_metrics(title, metrics, console)
-        return
-    kinds = (("AUC", "auc", "0.5"), ("normalised entropy", "normalised_entropy", "1.0"), ("log loss", "log_loss", ""))
-    rows = [(name, _number(metrics[f]), _number(metrics[f"{f}_ceiling"]), nothing) for name, f, nothing in kinds]
-    console.print(_table(None, (title, "model", "the generator's own probability", "knowing nothing"), rows))
+        names = {f: f.replace("_at_", "@").upper() for f in metrics if "_at_" in f} | {"mrr": "MRR", "loss": "loss"}
+        columns = {f"among {metrics['num_items']:,} items": metrics}
+    else:
+        names = {"auc": "AUC", "normalised_entropy": "normalised entropy", "log_loss": "log loss"}
+        columns = {"model": metrics}
+        if "auc_ceiling" in metrics:
+            columns["the generator's own probability"] = {f: metrics[f"{f}_ceiling"] for f in names}
+        columns["knowing nothing"] = {"auc": 0.5, "normalised_entropy": 1.0}
+    if published:
+        columns["published, on the published data"] = published
+    title = f"{metrics['num_samples']:,} held-out samples"
+    rows = [(name, *(_number(c[f]) if f in c else "" for c in columns.values())) for f, name in names.items()]
+    console.print(_table(None, (title, *columns), rows))
 
 
-def _show_rank_metrics(title: str, metrics: dict[str, float], console: Console) -> None:
-    names = [name for name in metrics if "_at_" in name]
-    rows = [(name.replace("_at_", "@").upper(), _number(metrics[name])) for name in names]
-    rows += [("MRR", _number(metrics["mrr"])), ("loss", _number(metrics["loss"]))]
-    console.print(_table(None, (title, f"among {metrics['num_items']:,} items"), rows))
+def _show_skipped(skipped: dict[str, dict[str, Any]], console: Console) -> None:
+    for what, found in skipped.items():
+        counts = ", ".join(f"{found[f'num_{kind}']:,} {name}" for kind, name in SKIPPED.items())
+        console.print(f"left out of the data for {what}: {counts}", highlight=False, soft_wrap=True)
+        for example in found["examples"]:
+            console.print(f"  {example}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _show_time(summary: Summary, console: Console) -> None:

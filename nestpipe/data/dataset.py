@@ -21,6 +21,22 @@ class Dataset(Protocol):
         """The samples first .. first + count - 1, which must exist; count 0: an empty batch of the same features."""
 
 
+class FirstSamples(Dataset):
+    """The first samples of a dataset, at most so many."""
+
+    def __init__(self, dataset: Dataset, num_samples: int) -> None:
+        self.dataset = dataset
+        self._at_most = num_samples
+
+    @property
+    def num_samples(self) -> int | None:
+        end = self.dataset.num_samples
+        return self._at_most if end is None else min(end, self._at_most)
+
+    def samples(self, first: int, count: int) -> Batch:
+        return self.dataset.samples(first, count)
+
+
 class Batches(Iterator[Batch]):
     """The batches of one rank: of each `batch_size * world_size` samples, the rank's `batch_size`, in order of rank.
 

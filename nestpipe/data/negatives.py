@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
@@ -13,24 +14,15 @@ from nestpipe.data.draws import following, stream
 NEGATIVES_PER = ("position", "sample")
 
 
-class WithNegatives(Dataset):
-    """A dataset with one feature more, `negatives`: num_negatives for each key of `history`, or for each sample.
+class Negatives:
+    """num_negatives keys for each key of a history, or for each sample.
 
     Each is a key of the corpus, all equally likely, the next item among them: the loss leaves it out. What is drawn
     depends on the seed and the sample's position alone, whatever the number of ranks. corpus: the keys; a number stands
     for the keys 0 .. number - 1.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        corpus: Tensor | int,
-        num_negatives: int = 128,
-        per: str = "position",
-        seed: int = 0,
-        history: str = "history",
-        name: str = "negatives",
-    ) -> None:
+    def __init__(self, corpus: Tensor | int, num_negatives: int = 128, per: str = "position", seed: int = 0) -> None:
         num_keys = corpus if isinstance(corpus, int) else len(corpus)
         if num_keys < 1 or num_negatives < 1:
             raise ValueError(
@@ -42,12 +34,38 @@ class WithNegatives(Dataset):
             )
         if per not in NEGATIVES_PER:
             raise ValueError(f"negatives are drawn per 'position' or per 'sample', not per {per!r}")
-        self.dataset = dataset
         self.corpus = None if isinstance(corpus, int) else corpus
         self.num_keys = num_keys
         self.num_negatives = num_negatives
         self.per = per
         self.seed = seed
+
+    def draw(self, positions: NDArray[np.int64], history: Jagged) -> Jagged:
+        """For the samples at these positions, which have these histories."""
+        units = history.lengths if self.per == "position" else torch.ones_like(history.lengths)
+        counts = units * self.num_negatives
+        words = following(stream("negatives", self.seed, positions), counts.numpy())
+        # 53 bits are exact in double; a corpus has far fewer keys, so that none is favoured by more than 2^-20.
+        drawn = torch.from_numpy(((words >> 11) * (self.num_keys * 2.0**-53)).astype(np.int64))
+        keys = drawn if self.corpus is None else self.corpus[drawn]
+        return Jagged(keys, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
+class WithNegatives(Dataset):
+    """A dataset with one feature more, `negatives`, drawn for the feature `history`."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        corpus: Tensor | int,
+        num_negatives: int = 128,
+        per: str = "position",
+        seed: int = 0,
+        history: str = "history",
+        name: str = "negatives",
+    ) -> None:
+        self.dataset = dataset
+        self.negatives = Negatives(corpus, num_negatives, per, seed)
         self.history = history
         self.name = name
 
@@ -62,14 +80,5 @@ class WithNegatives(Dataset):
                 f"negatives need a feature {self.history!r} and add a feature {self.name!r}; there are "
                 f"{sorted(batch.keys)}"
             )
-        return replace(batch, keys={**batch.keys, self.name: self._negatives(first, batch.keys[self.history])})
-
-    def _negatives(self, first: int, history: Jagged) -> Jagged:
-        units = history.lengths if self.per == "position" else torch.ones_like(history.lengths)
-        counts = units * self.num_negatives
-        positions = np.arange(first, first + len(history))
-        words = following(stream("negatives", self.seed, positions), counts.numpy())
-        # 53 bits are exact in double; a corpus has far fewer keys, so that none is favoured by more than 2^-20.
-        drawn = torch.from_numpy(((words >> 11) * (self.num_keys * 2.0**-53)).astype(np.int64))
-        keys = drawn if self.corpus is None else self.corpus[drawn]
-        return Jagged(keys, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        drawn = self.negatives.draw(np.arange(first, first + count), batch.keys[self.history])
+        return replace(batch, keys={**batch.keys, self.name: drawn})

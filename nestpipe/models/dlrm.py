@@ -16,8 +16,8 @@ class DLRM(nn.Module):
     interaction: "dot", the pairwise dot products of the bottom's output and the embeddings, beside the bottom's output;
     or "cross", a low-rank cross network (DCN v2) on all of them side by side.
 
-    inputs: `dense` [n, num_dense] and `click` [n]. Embeddings: [n, dim] for each of feature_names, as Pooled features
-    give them. The initial parameters depend on the seed alone.
+    inputs: `dense` [n, num_dense], `click` [n], and `weight` [n] if samples have one. Embeddings: [n, dim] for each of
+    feature_names, as Pooled features give them. The initial parameters depend on the seed alone.
     """
 
     pairs: Tensor
@@ -53,9 +53,10 @@ class DLRM(nn.Module):
             self.cross = CrossNetwork(width, cross_layers, cross_rank, generator)
 
     def forward(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the samples' binary cross-entropies."""
+        """The sum of the samples' binary cross-entropies, each times its `weight` if there are any."""
         logits = self.predict(embeddings, inputs)
-        return F.binary_cross_entropy_with_logits(logits, inputs["click"].to(logits.dtype), reduction="sum")
+        weights = inputs["weight"].to(logits.dtype) if "weight" in inputs else None
+        return F.binary_cross_entropy_with_logits(logits, inputs["click"].to(logits.dtype), weights, reduction="sum")
 
     def predict(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
         """[n] logits."""

@@ -8,13 +8,12 @@ from torch import nn
 
 from nestpipe.data.cluster import Clustering
 from nestpipe.data.dataset import Batches
-from nestpipe.data.synthetic import NUM_DENSE
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.models import DLRM, HSTU, FuXi
 from nestpipe.store import init
-from nestpipe.train.build_data import build_dataset, check_data, features_of, held_out, table_sections
+from nestpipe.train.build_data import check_data, features_of, held_out, num_dense, table_sections, training_data
 from nestpipe.train.config import Config, DenseOptimizerSection, RowOptimizerSection, TableSection
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.trainer import Trainer
@@ -25,14 +24,17 @@ class Run:
     trainer: Trainer
     batches: Batches
     """of this rank, at the position the trainer has reached"""
-    held_out: Batches
-    """of this rank, for the evaluation at the end"""
+    held_out: Batches | None
+    """of this rank, for the evaluation at the end; None: the data has nothing to evaluate on"""
 
 
 def build(config: Config, world: World) -> Run:
     """A trainer as the recipe says, on this rank of the world. The config must be resolved."""
     assert config.store.num_threads is not None
-    check_data(config)
+    with world.watch.busy():  # files may take long to open
+        check_data(config)
+        dataset = training_data(config)
+        of_evaluation = held_out(config, world)
     features = build_features(config)
     trainer = Trainer(
         build_model(config, features).to(world.device),
@@ -55,16 +57,15 @@ def build(config: Config, world: World) -> Run:
         autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compiled=config.train.compiled,
     )
-    dataset = build_dataset(config, config.data.num_samples)
     batches = Batches(dataset, config.train.batch_size, world.rank, world.size)
-    return Run(trainer, batches, held_out(config, world))
+    return Run(trainer, batches, of_evaluation)
 
 
 def build_model(config: Config, features: Mapping[str, Feature]) -> nn.Module:
     model, seed = config.model, config.train.seed
     if model.kind == "dlrm":
         layers = (model.dim, model.bottom, model.top, model.interaction)
-        return DLRM(NUM_DENSE, tuple(features), *layers, seed, model.cross_layers, model.cross_rank)
+        return DLRM(num_dense(config), tuple(features), *layers, seed, model.cross_layers, model.cross_rank)
     sizes = (model.dim, model.max_length, model.num_layers, model.num_heads, model.dim_qk, model.dim_v, model.dropout)
     loss = (model.negatives_per, model.temperature)
     if model.kind == "hstu":

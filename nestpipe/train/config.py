@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from nestpipe.data.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.data.negatives import NEGATIVES_PER
+from nestpipe.data.user_histories import CROPS
 from nestpipe.device.streams import default_device
 from nestpipe.distributed.backend import BACKENDS
 from nestpipe.embedding.plan import WINDOWS
@@ -13,9 +14,11 @@ from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.pipelining.stages import FAULTS
 from nestpipe.store.interface import MOST_ROWS
 
-PREPARED = ("movielens-1m", "movielens-20m", "kuairand-27k", "criteo-kaggle", "criteo-terabyte")
-"""data that a reader is to come for: recipes may name it, a run refuses it"""
-DATA = ("clicks", "histories", *PREPARED)
+PREPARED_HISTORIES = ("movielens-1m", "movielens-20m", "kuairand-27k", "kuairand-1k", "kuairand-pure")
+PREPARED_CLICKS = ("criteo-kaggle", "criteo-terabyte")
+PREPARED = (*PREPARED_HISTORIES, *PREPARED_CLICKS)
+"""data that `nestpipe data prepare` makes: data.path is its folder"""
+DATA = ("clicks", "histories", "parquet", *PREPARED)
 SEQUENCE_MODELS = ("hstu", "fuxi")
 MODELS = ("dlrm", *SEQUENCE_MODELS)
 INITS = ("normal", "truncated_normal", "uniform", "constant")
@@ -46,10 +49,34 @@ def key(default: T, meaning: str, **allowed: Any) -> T:
 
 @dataclass(frozen=True)
 class DataSection:
-    kind: str = key("clicks", "which data; clicks and histories are synthetic, made as they are read", choices=DATA)
-    seed: int = key(0, "of the synthetic data", at_least=0)
+    kind: str = key(
+        "clicks", "which data; clicks and histories are synthetic, parquet is files of your own", choices=DATA
+    )
+    seed: int = key(0, "of the synthetic data, or of the order of the rows of files", at_least=0)
     skew: float = key(1.05, "of clicks: exponent of the Zipf distribution of the keys", at_least=0)
     num_samples: int | None = key(None, "samples in all; not set: endless", at_least=1)
+    path: str | None = key(None, "folder that `nestpipe data prepare` made; needed where data.kind is prepared data")
+    paths: tuple[str, ...] = key(
+        (), "of parquet: files, folders or patterns to train on; [schema] says what is in them"
+    )
+    held_out: tuple[str, ...] = key((), "of parquet: files, folders or patterns to evaluate on; none: no evaluation")
+    window: int = key(8, "of files: row groups whose rows are mixed; more mix better and need more memory", at_least=1)
+    num_epochs: int | None = key(None, "of files: how often each row comes; not set: endless", at_least=1)
+    num_threads: int = key(1, "of files: threads that read ahead", at_least=1, at_most=MOST_THREADS)
+    skip_bad: bool = key(False, "of files: leave out what cannot be read; reads everything once before the training")
+    crop: str = key(
+        "last", "of prepared histories: which items of one longer than max_length are trained on", choices=CROPS
+    )
+
+
+@dataclass(frozen=True)
+class SchemaSection:
+    """Which columns of data.kind = "parquet" are what."""
+
+    keys: tuple[str, ...] = key((), "columns of integers or lists of integers; each has a table of its name")
+    dense: tuple[str, ...] = key((), "columns of numbers: the dense input")
+    label: str = key("label", "column with 0 or 1")
+    weight: str | None = key(None, "column with the weights of samples; not set: 1 each")
 
 
 @dataclass(frozen=True)
@@ -191,9 +218,22 @@ class MemorySection:
 class EvaluateSection:
     num_samples: int = key(65536, "held-out samples; 0: no evaluation", at_least=0)
     batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
+    split: str | None = key(
+        None, "of prepared data; not set: test of histories, validation of clicks", choices=("validation", "test")
+    )
     every: int = key(0, "steps between evaluations while training; 0: only at the end", at_least=0)
     metric: str = key("loss", "the number of an evaluation that patience and checkpoint.best go by")
     patience: int = key(0, "evaluations in a row without improvement that end the training; 0: none do", at_least=0)
+
+
+@dataclass(frozen=True)
+class PublishedSection:
+    """What others have reached with the settings of this recipe; shown beside the run's own numbers."""
+
+    hr_at_10: float | None = key(None, "published hit rate", at_least=0, at_most=1)
+    ndcg_at_10: float | None = key(None, "published NDCG", at_least=0, at_most=1)
+    auc: float | None = key(None, "published AUC", at_least=0, at_most=1)
+    log_loss: float | None = key(None, "published log loss", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -214,6 +254,7 @@ class Config:
     """A whole run. The defaults are the demo."""
 
     data: DataSection = DataSection()
+    schema: SchemaSection = SchemaSection()
     histories: HistoriesSection = HistoriesSection()
     model: ModelSection = ModelSection()
     tables: tuple[TableSection, ...] = ()
@@ -228,6 +269,7 @@ class Config:
     distributed: DistributedSection = DistributedSection()
     memory: MemorySection = MemorySection()
     evaluate: EvaluateSection = EvaluateSection()
+    published: PublishedSection = PublishedSection()
     logging: LoggingSection = LoggingSection()
     checkpoint: CheckpointSection = CheckpointSection()
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from nestpipe.data.batch import Jagged
 from nestpipe.distributed import Channel, World
 from nestpipe.train.build import Run, build
+from nestpipe.train.build_data import corpus_size
+from nestpipe.train.build_files import skipped
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
@@ -28,23 +30,31 @@ AfterStep = Callable[[FitResult], None]
 
 
 class ClickMetrics:
-    """How good the predicted clicks are, and how good the generator's own probability is: the ceiling."""
+    """How good the predicted clicks are; of synthetic clicks also the generator's own probability: the ceiling."""
 
     method = "predict"
 
-    def __init__(self) -> None:
-        self._columns: dict[str, list[Tensor]] = {"logit": [], "click": [], "ceiling": []}
+    def __init__(self, has_ceiling: bool = True) -> None:
+        self._columns: dict[str, list[Tensor]] = {"logit": [], "click": []}
+        if has_ceiling:
+            self._columns["ceiling"] = []
 
     def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
         self._columns["logit"].append(outputs.double())
         self._columns["click"].append(inputs["click"].double())
-        self._columns["ceiling"].append(inputs["click_probability"].double().logit())
+        if "ceiling" in self._columns:
+            self._columns["ceiling"].append(inputs["click_probability"].double().logit())
 
     def compute(self, channel: Channel) -> dict[str, float]:
-        logit, click, ceiling = (_all_ranks(parts, channel) for parts in self._columns.values())
+        columns = {name: _all_ranks(parts, channel) for name, parts in self._columns.items()}
+        click = columns.pop("click")
         metrics = {"auc": auc, "log_loss": log_loss, "normalised_entropy": normalised_entropy}
-        mine = {name: metric(logit, click) for name, metric in metrics.items()}
-        return mine | {f"{name}_ceiling": metric(ceiling, click) for name, metric in metrics.items()}
+        ends = {"logit": "", "ceiling": "_ceiling"}
+        return {
+            f"{name}{ends[column]}": metric(scores, click)
+            for column, scores in columns.items()
+            for name, metric in metrics.items()
+        }
 
 
 def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
@@ -76,9 +86,11 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         **times.fields,
         "spread": times.spread,
         "metrics": _last_metrics(config, this_run, result),
+        "published": _published(config),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
         "device_memory": device_memory(result, world),
+        "skipped": _skipped(config, this_run),
         "tables": [asdict(table) for table in table_memory(trainer)],
         "digest": trainer.digest(),
         "config": to_toml(config),
@@ -93,12 +105,17 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
             "evaluate.num_samples is 0: nothing is evaluated; --set evaluate.num_samples=65536, for example"
         )
     this_run = _start(config, world)
+    if this_run.held_out is None:
+        raise ConfigError(
+            "there is nothing to evaluate on; --set data.held_out=[...], files like those of the training"
+        )
     this_run.trainer.load(checkpoint)
     return {
         "checkpoint": str(checkpoint),
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
         "metrics": _evaluate(config, this_run),
+        "published": _published(config),
         "config": to_toml(config),
     }
 
@@ -141,6 +158,8 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
         return None
     if section.num_samples == 0:
         raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
+    if this_run.held_out is None:
+        raise ConfigError("evaluate.every is set, but data.held_out is not: there is nothing to evaluate on")
     return Validation(
         section.every,
         lambda trainer: _evaluate(config, this_run),
@@ -151,7 +170,7 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
 
 
 def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str, float]:
-    if config.evaluate.num_samples == 0:
+    if config.evaluate.num_samples == 0 or this_run.held_out is None:
         return {}
     if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
         return {name: value for name, value in result.validations[-1].items() if name != "step"}
@@ -160,10 +179,28 @@ def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str,
 
 def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
     """On the held-out samples, the same ones every time."""
+    assert this_run.held_out is not None
     evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [_metric(config, this_run.trainer)])
     numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
     return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
 
 
 def _metric(config: Config, trainer: Trainer) -> Metric:
-    return ClickMetrics() if config.data.kind == "clicks" else RankMetrics(trainer, config.histories.num_items)
+    if config.model.kind == "dlrm":
+        return ClickMetrics(has_ceiling=config.data.kind == "clicks")
+    return RankMetrics(trainer, corpus_size(config))
+
+
+def _published(config: Config) -> dict[str, float]:
+    return {name: value for name, value in asdict(config.published).items() if value is not None}
+
+
+def _skipped(config: Config, this_run: Run) -> dict[str, Any]:
+    """What data.skip_bad left out, of the files to train on and of those to evaluate on."""
+    if not config.data.skip_bad:
+        return {}
+    datasets = {"training": this_run.batches.dataset}
+    if this_run.held_out is not None:
+        datasets["evaluation"] = this_run.held_out.dataset
+    found = {name: skipped(dataset) for name, dataset in datasets.items()}
+    return {name: asdict(of_data) for name, of_data in found.items() if of_data is not None}

@@ -113,6 +113,16 @@ def test_bench_cluster_quick(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_bench_reader_quick(tmp_path: Path) -> None:
+    records = quick_records("reader", tmp_path)
+    assert [(r["data"], r["model"], r["reader_cores"]) for r in records] == [
+        ("clicks", "dlrm", 1),
+        ("histories", "hstu", 1),
+    ]
+    assert all(r["read_samples_per_second"] > 0 and r["consumed_samples_per_second"] > 0 for r in records)
+
+
+@pytest.mark.slow
 def test_bench_learning_quick(tmp_path: Path) -> None:
     records = quick_records("learning", tmp_path)
     assert [record["model"] for record in records] == ["hstu", "fuxi"]

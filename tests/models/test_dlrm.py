@@ -166,3 +166,16 @@ def test_refusals() -> None:
     for wrong, text in ((torch.zeros(2, DIM + 1), r"\[2, 5\]"), ([0.0], "list")):
         with pytest.raises(ValueError, match=f"feature 'b' must be pooled and of dim 4, got {text}"):
             make().double().predict(embeddings | {"b": wrong}, inputs)
+
+
+def test_weights_of_samples() -> None:
+    """A sample of weight 2 counts as if it came twice, one of weight 0 not at all."""
+    model = make().double()
+    embeddings, inputs = make_inputs(4)
+    weighted = model(embeddings, inputs | {"weight": torch.tensor([1.0, 2.0, 0.0, 1.0])})
+    again = torch.tensor([0, 1, 1, 3])
+    repeated = model(
+        {name: rows[again] for name, rows in embeddings.items()},
+        {name: values[again] for name, values in inputs.items()},
+    )
+    assert weighted.item() == pytest.approx(repeated.item(), rel=1e-12)

@@ -195,7 +195,8 @@ def test_every_config_reads_back_from_its_text(config: Config) -> None:
 
 def test_text_of_a_config() -> None:
     text = to_toml(Config(tables=(TableSection('a "b"\n\x7f', lr=1e-5),), model=ModelSection(bottom=(8, 4))))
-    assert '[data]\nkind = "clicks"\nseed = 0\nskew = 1.05\n\n[histories]\n' in text  # num_samples is None: left out
+    assert '[data]\nkind = "clicks"\nseed = 0\nskew = 1.05\npaths = []\n' in text  # num_samples is None: left out
+    assert "\n[published]\n\n" in text
     assert "\nbottom = [8, 4]\n" in text
     assert (
         '\n[[tables]]\nname = "a \\"b\\"\\n\\u007f"\ninit = "normal"\ninit_scale = 0.02\nlr = 1e-05\nfrozen = false\n'

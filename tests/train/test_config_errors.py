@@ -29,8 +29,8 @@ def refusal(text: str | None, *settings: str) -> str:
 
 
 SECTIONS = (
-    "data, histories, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, store, "
-    "runtime, distributed, memory, evaluate, logging, checkpoint"
+    "data, schema, histories, model, tables, row_optimizer, dense_optimizer, train, pipeline, exchange, cluster, "
+    "store, runtime, distributed, memory, evaluate, published, logging, checkpoint"
 )
 
 

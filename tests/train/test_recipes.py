@@ -1,6 +1,6 @@
-"""The recipes of the repository: they parse, resolve and say what was published; what has no reader yet is refused.
+"""The recipes of the repository: they parse, resolve, say what was published, and train on prepared data.
 
-Fails, for example, if check_data lets data through that has no reader, or if build_model mixes up dim_qk and dim_v.
+Fails, for example, if build_model mixes up dim_qk and dim_v, or if table_sections leaves out num_keys.
 """
 
 from dataclasses import replace
@@ -16,9 +16,11 @@ from nestpipe.models import DLRM, HSTU, FuXi
 from nestpipe.store.init import TruncatedNormal
 from nestpipe.train.build import build
 from nestpipe.train.build_data import build_histories
-from nestpipe.train.config import Config, HistoriesSection, TableSection
+from nestpipe.train.config import PREPARED_CLICKS, PREPARED_HISTORIES, Config, HistoriesSection, TableSection
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
+from nestpipe.train.run import run
+from tests.files import write_clicks, write_histories
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TO_TRAIN = [path for path in RECIPES if path.stem.endswith(("-histories", "-consistency"))]
@@ -36,6 +38,25 @@ PUBLISHED = {
     "hstu-kuairand-27k": (1024, 64, 128, 4, 4, 32, 128, 0.5, None),
     "fuxi-kuairand-27k": (1024, 64, 128, 4, 4, 32, 32, 0.5, 2),
 }
+
+
+PUBLISHED_NUMBERS = {
+    "hstu-ml-1m": (0.3097, 0.1720),
+    "hstu-ml-1m-large": (0.3294, 0.1893),
+    "hstu-ml-20m": (0.3273, 0.1895),
+    "hstu-ml-20m-large": (0.3556, 0.2098),
+    "hstu-kuairand-27k": (0.0994, 0.0534),
+    "fuxi-kuairand-27k": (0.1005, 0.0543),
+}
+"""HR@10 and NDCG@10"""
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
 
 
 def recipe(name: str, *settings: str) -> Config:
@@ -62,12 +83,68 @@ def test_published_settings(name: str) -> None:
     assert (rows.kind, rows.lr, rows.betas) == ("adam", 1e-3, (0.9, 0.98))
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder of each kind of data."""
+    root = tmp_path_factory.mktemp("prepared")
+    for kind in PREPARED_HISTORIES:
+        write_histories(root / kind, kind)
+    for kind in PREPARED_CLICKS:
+        write_clicks(root / kind, kind)
+    return root
+
+
 @pytest.mark.parametrize("path", [path for path in RECIPES if path not in TO_TRAIN], ids=lambda path: path.stem)
-def test_data_without_a_reader_is_refused(path: Path) -> None:
-    config = load_config(path).resolved(1, 2)
-    text = f"data.kind = '{config.data.kind}' needs prepared data; its reader is not part of this version"
-    with pytest.raises(ConfigError, match=text):
-        build(config, World())
+def test_recipes_train_on_prepared_data(path: Path, folders: Path) -> None:
+    """As they are, but smaller."""
+    kind = load_config(path).data.kind
+    model = ("model.num_layers=1", "model.num_negatives=4", "model.dim=8", "model.dim_qk=4", "model.dim_v=4")
+    small = (*model, "model.bottom=[8]", "model.top=[8]", "train.batch_size=16", "train.steps=3")
+    config = load_config(path, [*small, f"data.path={folders / kind}"]).resolved(1, 1)
+    summary = run(config, World())
+    assert summary["steps"] == 3
+    metrics = summary["metrics"]
+    if kind in PREPARED_CLICKS:
+        assert (metrics["num_samples"], summary["published"]) == (50, {})
+        assert metrics.keys() >= {"auc", "log_loss", "normalised_entropy"}
+        assert "auc_ceiling" not in metrics
+        return
+    assert (metrics["num_samples"], metrics["num_items"]) == (60, 50)
+    hr_at_10, ndcg_at_10 = PUBLISHED_NUMBERS.get(path.stem, (None, None))
+    expected = {} if hr_at_10 is None else {"hr_at_10": hr_at_10, "ndcg_at_10": ndcg_at_10}
+    assert summary["published"] == expected
+    assert metrics.keys() >= expected.keys()
+    assert config.data.crop == ("random" if "kuairand" in kind else "last")
+
+
+def test_what_is_built_of_prepared_histories(folders: Path) -> None:
+    config = recipe("hstu-ml-1m", f"data.path={folders / 'movielens-1m'}", "evaluate.split=validation")
+    this_run = build(config, World())
+    (table,) = this_run.trainer.tables
+    assert (table.name, table.num_keys, table.init) == ("item", 50, TruncatedNormal(0.02))
+    assert this_run.held_out is not None
+    batch, held_out = next(this_run.batches), next(this_run.held_out)
+    assert int(batch.keys["negatives"].values.max()) == 49
+    assert len(batch.keys["negatives"].values) == 128 * len(batch.keys["history"].values)
+    assert len(held_out) == 60  # users of 5 items and more: all have something to be asked for
+
+
+def test_prepared_data_that_is_not_there_or_of_another_kind(folders: Path, tmp_path: Path) -> None:
+    for settings, text in (
+        ((), "data.kind = 'movielens-1m' needs prepared data: `nestpipe data prepare movielens SRC DST`, then"),
+        (
+            (f"data.path={folders / 'movielens-20m'}",),
+            "was prepared from 'movielens-20m'; --set data.kind=movielens-20m",
+        ),
+        ((f"data.path={tmp_path}",), "has no manifest.json"),
+        (
+            (f"data.path={tmp_path}", "data.kind=histories"),
+            "data.path is set, but data.kind = 'histories' is not prepared",
+        ),
+        (("data.kind=histories", "data.paths=['x']"), "data.paths is set, but data.kind is 'histories'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            build(recipe("hstu-ml-1m", *settings), World())
 
 
 @pytest.mark.parametrize(("kind", "data"), [("dlrm", "histories"), ("hstu", "clicks"), ("fuxi", "clicks")])
@@ -88,6 +165,7 @@ def test_what_is_built(path: Path) -> None:
     assert isinstance(table.optimizer, Adam)
     num_values = 2 if config.model.kind == "hstu" else 4
     assert [p.shape for n, p in model.named_parameters() if "w_uvqk" in n] == [(8, num_values * 6 + 20)] * 2
+    assert this_run.held_out is not None
     batch, held_out = next(this_run.batches), next(this_run.held_out)
     assert len(batch) == config.train.batch_size
     assert len(batch.keys["negatives"].values) == config.model.num_negatives * len(batch.keys["history"].values)

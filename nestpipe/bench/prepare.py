@@ -1,0 +1,121 @@
+"""`bench prepare`: `nestpipe data prepare` on generated logs in KuaiRand's format, as a command, the whole of it."""
+
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nestpipe.bench.memory import peak_of_command
+from nestpipe.bench.pairs import compare
+from nestpipe.bench.report import Record
+from nestpipe.data.published.engine import MEMORY_BYTES, num_threads
+from nestpipe.data.published.generate import generate
+from nestpipe.data.published.kuairand import COLUMNS, find_kuairand
+from nestpipe.data.published.manifest import MANIFEST, read_manifest
+from nestpipe.data.published.prepare import UNFINISHED
+from nestpipe.distributed.child import die_with_parent
+
+SEED = 1
+NUM_PAIRS = 5
+QUICK_ROWS = 100_000
+KILLED_AT = (0.2, 0.5, 0.8)
+"""in turn, when so much is done; each run starts over, the last one is left alone"""
+
+
+def records(num_rows: int, quick: bool) -> Iterator[Record]:
+    num_rows = QUICK_ROWS if quick else num_rows
+    with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
+        logs = _Logs(Path(folder), num_rows)
+        generate("kuairand", logs.source, num_rows, seed=SEED)
+        yield _speed_and_memory(logs, 1 if quick else NUM_PAIRS)
+        yield _killed_runs(logs, (0.0,) if quick else KILLED_AT)
+
+
+@dataclass
+class _Logs:
+    folder: Path
+    num_rows: int
+    peaks: list[int] = field(default_factory=list)
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "prepared"
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "nestpipe", "data", "prepare", "kuairand", str(self.source), str(self.target)]
+
+    def remove_target(self) -> None:
+        shutil.rmtree(self.target, ignore_errors=True)
+
+    def prepare(self) -> None:
+        self.remove_target()
+        self.peaks.append(peak_of_command(self.command))
+
+    def read(self) -> None:
+        """The engine, with the same threads and memory, adds up every column of the same files."""
+        import duckdb
+
+        names = ", ".join(f"'{file}'" for file in find_kuairand(self.source).files)
+        types = ", ".join(f"'{name}': 'BIGINT'" for name in COLUMNS)
+        sums = ", ".join(f"sum({name})" for name in COLUMNS)
+        with duckdb.connect(config={"threads": num_threads(), "memory_limit": f"{MEMORY_BYTES}B"}) as connection:
+            connection.execute(
+                f"SELECT {sums} FROM read_csv([{names}], header = true, auto_detect = false, columns = {{{types}}})"
+            ).fetchall()
+
+
+def _speed_and_memory(logs: _Logs, num_pairs: int) -> Record:
+    pairs = compare(logs.prepare, logs.read, num_pairs)
+    prepare_seconds = statistics.median(pairs.ours)
+    manifest = read_manifest(logs.target)
+    return {
+        **_identity(logs),
+        "num_pairs": num_pairs,
+        "input_bytes": sum(manifest.inputs.values()),
+        "kept_events": manifest.counts["events"],
+        **pairs.fields("prepare_vs_read"),
+        "prepare_seconds": prepare_seconds,
+        "read_seconds": statistics.median(pairs.baseline),
+        "prepare_rows_per_second": logs.num_rows / prepare_seconds,
+        "peak_rss_bytes": max(logs.peaks),
+    }
+
+
+def _killed_runs(logs: _Logs, shares: tuple[float, ...]) -> Record:
+    checksum = read_manifest(logs.target).checksum()
+    logs.remove_target()
+    num_killed = sum(_start_and_kill(logs, share) for share in shares)
+    if num_killed == len(shares):
+        peak_of_command(logs.command)
+    same = read_manifest(logs.target).checksum() == checksum
+    return {
+        **_identity(logs),
+        "num_killed": num_killed,
+        "same_manifest": int(same and num_killed == len(shares)),
+    }
+
+
+def _start_and_kill(logs: _Logs, share: float) -> bool:
+    """When it says that this share is done; False if it was too late."""
+    with subprocess.Popen(logs.command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said = re.search(r": (\d+)% of all", line)
+            if said is not None and int(said.group(1)) >= 100 * share:
+                break
+        child.kill()
+    return (logs.target / UNFINISHED).exists() and not (logs.target / MANIFEST).exists()
+
+
+def _identity(logs: _Logs) -> Record:
+    return {"data": "kuairand-27k", "num_rows": logs.num_rows, "threads": num_threads(), "seed": SEED}

@@ -1,0 +1,1 @@
+"""Published data sets: their files, made by hand or downloaded, to prepared folders."""

@@ -1,0 +1,89 @@
+"""DuckDB, which parses, groups and sorts: in so much memory, and on disk beyond it."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+MEMORY_BYTES = 700_000_000
+"""of the engine; the whole process has a few hundred MB more"""
+MOST_THREADS = 8
+"""each needs memory of its own"""
+ROWS_A_BATCH = 1 << 17
+_POLL_SECONDS = 0.1
+
+Report = Callable[[float], None]
+"""Takes how much is done, 0 to 1."""
+
+
+def num_threads() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+class EngineError(Exception):
+    """The engine cannot go on; its own words."""
+
+
+class Engine:
+    def __init__(self, spill: Path) -> None:
+        """What does not fit into memory goes to the folder `spill`."""
+        try:
+            import duckdb
+        except ImportError:
+            raise ValueError("preparing data needs DuckDB; install it, as with `pip install duckdb`") from None
+        self._errors = duckdb.Error
+        self._connection = duckdb.connect(
+            config={
+                "threads": num_threads(),
+                "memory_limit": f"{MEMORY_BYTES}B",
+                "temp_directory": str(spill),
+                "preserve_insertion_order": True,
+                "autoinstall_known_extensions": False,
+                "autoload_known_extensions": False,
+            }
+        )
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def run(self, sql: str, report: Report = lambda done: None) -> None:
+        """Reports on the way, and can be interrupted."""
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(self._connection.execute, sql)
+            while True:
+                try:
+                    running.result(_POLL_SECONDS)
+                    return
+                except FutureTimeoutError:
+                    report(min(1.0, max(0.0, self._connection.query_progress() / 100)))
+                except self._errors as error:
+                    raise EngineError(str(error)) from None
+                except BaseException:
+                    self._connection.interrupt()
+                    raise
+
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+        try:
+            return list(self._connection.execute(sql).fetchall())
+        except self._errors as error:
+            raise EngineError(str(error)) from None
+
+    def number(self, sql: str) -> int:
+        return int(self.rows(sql)[0][0])
+
+    def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
+        """The result in its order, never all of it in memory."""
+        try:
+            yield from self._connection.sql(sql).to_arrow_reader(ROWS_A_BATCH)
+        except (self._errors, pa.ArrowException) as error:
+            raise EngineError(str(error)) from None

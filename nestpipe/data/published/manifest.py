@@ -1,0 +1,95 @@
+"""The manifest of a prepared folder: what is in it, and that it is finished."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+MANIFEST = "manifest.json"
+FORMAT = "nestpipe-data"
+VERSION = 1
+
+Kind = Literal["histories", "clicks"]
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    name: str
+    split: str
+    """all; train, validation, test; or index, for the original numbers of users and items"""
+    num_rows: int
+    num_bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        names = {"name": self.name, "split": self.split}
+        return names | {"rows": self.num_rows, "bytes": self.num_bytes, "sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    kind: Kind
+    source: str
+    schema: Mapping[str, str]
+    """column -> its Arrow type, of the files that are trained on"""
+    counts: Mapping[str, int]
+    files: Sequence[PreparedFile]
+    inputs: Mapping[str, int]
+    """published file -> its bytes, in the order in which they were read"""
+    command: Sequence[str]
+    """without the folders, which may have other names when it is called again"""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": self.kind,
+            "source": self.source,
+            "schema": dict(self.schema),
+            "counts": dict(self.counts),
+            "files": [file.to_json() for file in self.files],
+            "inputs": [{"name": name, "bytes": num_bytes} for name, num_bytes in self.inputs.items()],
+            "command": list(self.command),
+        }
+
+    def checksum(self) -> str:
+        """SHA-256 of the canonical JSON: equal exactly if the folders are."""
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """All of it or nothing, whenever the process is killed."""
+        unfinished = folder / f"{MANIFEST}.unfinished"
+        with unfinished.open("w") as file:
+            file.write(json.dumps(self.to_json(), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Of a finished folder; a ValueError says what is wrong with any other."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            raise ValueError(
+                f"{path} is of version {content['version']}, this program knows {VERSION}; prepare it again"
+            )
+        files = [PreparedFile(f["name"], f["split"], f["rows"], f["bytes"], f["sha256"]) for f in content["files"]]
+        inputs = {entry["name"]: entry["bytes"] for entry in content["inputs"]}
+        named = content["kind"], content["source"], content["schema"], content["counts"]
+        return Manifest(*named, files, inputs, content["command"])
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {MANIFEST}: no folder of `nestpipe data prepare`, or not finished") from None
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a manifest of `nestpipe data prepare`: {error!r}") from None
+
+
+def describe_file(path: Path, split: str, num_rows: int) -> PreparedFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return PreparedFile(path.name, split, num_rows, path.stat().st_size, digest)

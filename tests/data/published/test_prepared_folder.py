@@ -1,0 +1,173 @@
+"""The prepared folder: killed and started over, replaced, refused; nothing is left behind.
+
+Fails if the manifest is written before the files are moved (a killed run would leave a finished folder that is not), or
+if `_clear` leaves the files of a killed run.
+"""
+
+import fcntl
+import gzip
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestpipe.data.published import engine
+from nestpipe.data.published.generate import generate
+from nestpipe.data.published.manifest import Manifest, read_manifest
+from nestpipe.data.published.prepare import UNFINISHED, prepare
+from nestpipe.data.published.text_files import estimate_lines
+
+MOMENTS = ("reading", "filtering", "writing", "checksums", "moving", "manifest")
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nestpipe.data.published import prepare as module
+from nestpipe.data.published.manifest import Manifest
+
+source, folder, *moments = sys.argv[1:]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+for moment in moments:
+    child = os.fork()
+    if child == 0:
+        def progress(stage, done):
+            if stage == moment:
+                die()
+        real = Path.replace
+        def replace(path, target):
+            if moment == "moving" and path.name == "items.parquet":
+                die()
+            return real(path, target)
+        Path.replace = replace
+        if moment == "manifest":
+            Manifest.write = lambda manifest, folder: die()
+        module.prepare("kuairand", Path(source), Path(folder) / moment, progress=progress)
+        os._exit(0)
+    print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def small(tmp_path: Path) -> Path:
+    source = tmp_path / "src"
+    generate("movielens", source, 500)
+    return source
+
+
+def test_killed_at_any_moment_and_started_over(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    generate("kuairand", source, 20_000)
+    whole = prepare("kuairand", source, tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path), *MOMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [text for moment in MOMENTS for text in (moment, str(-signal.SIGKILL))]
+    for moment in MOMENTS:
+        target = tmp_path / moment
+        assert (target / UNFINISHED).exists()
+        with pytest.raises(ValueError, match="not finished"):
+            read_manifest(target)
+        assert prepare("kuairand", source, target).checksum() == whole.checksum()
+        assert files_of(target) == files_of(tmp_path / "whole")
+
+
+def test_a_killed_run_with_other_input_leaves_nothing(tmp_path: Path) -> None:
+    """Files that the killed run had moved already, and which this one does not make."""
+    target = tmp_path / "dst"
+    (target / UNFINISHED / "spill").mkdir(parents=True)
+    for name in ("users-00007.parquet", "train-00000.parquet", "manifest.json.unfinished", f"{UNFINISHED}/spool"):
+        (target / name).write_text("old")
+    (target / "README").write_text("mine")
+    manifest = prepare("movielens", small(tmp_path), target)
+    assert set(files_of(target)) == {"README", "manifest.json", *(file.name for file in manifest.files)}
+
+
+def test_a_finished_folder_is_only_replaced_when_told_to(tmp_path: Path) -> None:
+    source, target = small(tmp_path), tmp_path / "dst"
+    first = prepare("movielens", source, target)
+    before = files_of(target)
+    with pytest.raises(ValueError, match="is prepared already; use it, or replace it with --force"):
+        prepare("movielens", source, target)
+    assert files_of(target) == before
+    assert prepare("movielens", source, target, force=True) == first
+    assert files_of(target) == before
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    source, target = small(tmp_path), tmp_path / "dst"
+    target.mkdir()
+    (target / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="was not made by `nestpipe data prepare`; give another folder"):
+        prepare("movielens", source, target, force=True)
+    with pytest.raises(ValueError, match="was not made by"):
+        prepare("movielens", source, target / "thesis.txt")
+    assert list(files_of(target)) == ["thesis.txt"]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    source, target = small(tmp_path), tmp_path / "dst"
+    (target / UNFINISHED).mkdir(parents=True)
+    with (target / UNFINISHED / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is being prepared by another process"):
+            prepare("movielens", source, target)
+    prepare("movielens", source, target)
+
+
+def test_clicks_report_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ROWS_A_BATCH", 2048)
+    (file,) = generate("criteo", tmp_path / "src", 10_000)
+    assert estimate_lines(file, 100_000) == pytest.approx(10_000, rel=0.05)
+    seen: list[float] = []
+    prepare("criteo", tmp_path / "src", tmp_path / "dst", progress=lambda stage, done: seen.append(done))
+    assert seen == sorted(seen)
+    assert len([done for done in seen if 0.1 < done < 0.9]) >= 3
+    packed = tmp_path / "train.txt.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert estimate_lines(packed) == pytest.approx(10_000, rel=0.2)
+
+
+def test_progress_goes_from_0_to_1(tmp_path: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    prepare("movielens", small(tmp_path), tmp_path / "dst", progress=lambda stage, done: seen.append((stage, done)))
+    assert list(dict(seen)) == ["reading", "filtering", "sorting", "writing", "checksums", "done"]
+    assert [done for _, done in seen] == sorted(done for _, done in seen)
+    assert (seen[0], seen[-1]) == (("reading", 0.0), ("done", 1.0))
+
+
+def test_manifest(tmp_path: Path) -> None:
+    manifest = prepare("movielens", small(tmp_path), tmp_path / "dst")
+    for file in manifest.files:
+        content = (tmp_path / "dst" / file.name).read_bytes()
+        assert (file.num_bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    content = json.loads((tmp_path / "dst" / "manifest.json").read_text())
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert manifest.checksum() == hashlib.sha256(canonical.encode()).hexdigest()
+    assert (content["format"], content["version"], content["kind"]) == ("nestpipe-data", 1, "histories")
+    assert set(content["files"][0]) == {"name", "split", "rows", "bytes", "sha256"}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is not a manifest"),
+        ("[]", "is not a manifest"),
+        ('{"format": "nestpipe-data", "version": 2}', "of version 2"),
+    ],
+)
+def test_other_manifests_are_refused(content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        read_manifest(tmp_path)
+
+
+def test_manifests_differ_if_anything_does() -> None:
+    one = Manifest("clicks", "criteo-kaggle", {"label": "int64"}, {"rows": 3}, [], {"train.txt": 5}, ["nestpipe"])
+    other = Manifest("clicks", "criteo-kaggle", {"label": "int64"}, {"rows": 4}, [], {"train.txt": 5}, ["nestpipe"])
+    assert one.checksum() != other.checksum()
