@@ -19,7 +19,7 @@ ALLOWED = {
     "data": {"store"},
     "distributed": {"device"},
     "ops": {"kernels"},
-    "models": {"ops"},
+    "models": {"ops", "device"},
     "embedding": {"store", "kernels", "device", "data", "distributed"},
     "pipelining": {"embedding", "store", "device", "data", "distributed"},
     "train": {"models", "pipelining", "embedding", "store", "device", "data", "distributed"},
