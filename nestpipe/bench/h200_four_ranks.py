@@ -93,7 +93,7 @@ class Comparison:
     def __init__(self, world: World, size: Size, recipe: Recipe) -> None:
         self.world, self.size = world, size
         self.threads = max(1, len(os.sched_getaffinity(0)) // world.size)
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)  # the store has the others
         self.features = make_features(recipe)
         self.pools = keys_by_owner(size.rows_a_rank, world.size)
         with world.busy():

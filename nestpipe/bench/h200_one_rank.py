@@ -67,6 +67,7 @@ QUICK = Size(
 
 def records(world: World, quick: bool) -> Iterator[Record]:
     size = QUICK if quick else Size()
+    torch.set_num_threads(1)  # small operations of lanes take longer if they wait for other threads, on busy cores
     features = features_of(size.dim)
     store = filled_store(size, size.num_rows, features)
     for shape in size.shapes:

@@ -21,7 +21,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(kernel: Any, num_programs: int, *arguments: Any, **named: Any) -> None:
     """On the device of the first tensor, on its current stream; of tensors in host memory, in the interpreter.
 
-    named: further arguments, constants and options of the compiler.
+    named: further arguments, numbers all, constants and options of the compiler.
     """
     device = next((a.device for a in arguments if isinstance(a, Tensor) and a.is_cuda), None)
     if device is None:
@@ -29,7 +29,7 @@ def launch(kernel: Any, num_programs: int, *arguments: Any, **named: Any) -> Non
         return
     here = device.index == torch.cuda.current_device()
     with nullcontext() if here else torch.cuda.device(device):
-        key = (id(kernel), device.index, *map(_looks, arguments), *named, *map(_looks_or_is, named.values()))
+        key = (id(kernel), device.index, *map(_looks, arguments), *named.items())
         compiled = _compiled.get(key)
         if compiled is None:
             _compiled[key] = kernel[(num_programs,)](*arguments, **named)
@@ -45,8 +45,3 @@ def _looks(argument: Any) -> Any:
     if type(argument) is int:
         return argument == 1, argument % ALIGNMENT == 0, -LARGEST_INT32 <= argument <= LARGEST_INT32
     return type(argument)
-
-
-def _looks_or_is(argument: Any) -> Any:
-    """Of what may be a constant."""
-    return _looks(argument) if isinstance(argument, Tensor) else argument

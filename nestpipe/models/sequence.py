@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.models.stack import Stack
+from nestpipe.ops.positions import add_positions
 from nestpipe.ops.row_sequences import RowSequence
 from nestpipe.ops.sampled_softmax import NEGATIVES_PER, sampled_softmax, unit
 from nestpipe.ops.sequences import Sequences
@@ -75,8 +75,8 @@ class NextItemModel(nn.Module):
 
     def _outputs(self, history: RowSequence, sequences: Sequences) -> Tensor:
         """[num_tokens, dim]"""
-        x: Tensor = math.sqrt(self.dim) * history.values + F.embedding(sequences.places, self.positions)
-        x = self.dropout(x)
+        values, scale = history.values, math.sqrt(self.dim)
+        x = self.dropout(add_positions(values, self.positions, sequences, scale, self._stack.tile_size(values)))
         return self._stack(x, sequences)
 
     def _sequences(self, history: RowSequence, inputs: Mapping[str, Tensor]) -> Sequences:

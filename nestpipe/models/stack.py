@@ -29,6 +29,8 @@ class Stack:
         self._graphs: dict[tuple[Any, ...], tuple[Graph, Any] | None] = {}
         """with its tiles; None: seen once"""
         self._pool: Any = None
+        self._parameters: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
+        """those that are trained: where each is, its name there and as the layers' state has it"""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stack":
         return Stack(deepcopy(self._layers, memo))
@@ -37,7 +39,7 @@ class Stack:
         return Stack, (self._layers,)
 
     def __call__(self, x: Tensor, sequences: Sequences) -> Tensor:
-        size = self._tile_size(x)
+        size = self.tile_size(x)
         if size is None or len(x) == 0:
             return self._run(x, sequences)
         graph = self._graph(x, sequences, size)
@@ -60,7 +62,7 @@ class Stack:
             x = functional_call(layer, own, (x, sequences))
         return x
 
-    def _tile_size(self, x: Tensor) -> int | None:
+    def tile_size(self, x: Tensor) -> int | None:
         """None: layers do not work on tiles, or not all on the same."""
         if torch.compiler.is_compiling():
             return None
@@ -70,7 +72,7 @@ class Stack:
     def _graph(self, x: Tensor, sequences: Sequences, size: int) -> Graph | None:
         if not (x.is_cuda and torch.is_grad_enabled() and self._layers.training):
             return None
-        parameters = {name: p for name, p in self._layers.named_parameters() if p.requires_grad}
+        parameters = self._trained()
         tiles, dtype = sequences.in_tiles(size), product_dtype(x)
         key = (*tiles.sizes, x.device, x.dtype, dtype, *(parameter.data_ptr() for parameter in parameters.values()))
         if key not in self._graphs:
@@ -85,6 +87,20 @@ class Stack:
         graph, twin = found
         tiles.copy_to(twin)
         return graph
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Without going through all modules each time, which takes as long as ten launches."""
+        if not self._parameters or any(
+            there.get(name) is not parameter or not parameter.requires_grad
+            for there, name, _, parameter in self._parameters
+        ):
+            self._parameters = [
+                (module._parameters, name, f"{path}.{name}", parameter)
+                for path, module in self._layers.named_modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None and parameter.requires_grad
+            ]
+        return {path: parameter for *_, path, parameter in self._parameters}
 
     def _recorded(
         self, x: Tensor, sequences: Sequences, size: int, parameters: Mapping[str, Tensor]

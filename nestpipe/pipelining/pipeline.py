@@ -8,12 +8,12 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import finish_all
+from nestpipe.device.streams import finish_all, has_streams
 from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
-from nestpipe.pipelining.executor import Action, Executor
+from nestpipe.pipelining.executor import Action, Executor, ThisThread
 from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, WINDOWED, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
@@ -108,7 +108,9 @@ class Pipeline:
         }
         listed = operations(schedule, num_micro_batches, steps)
         world = self.world
-        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
+        is_local = world.size == 1 and has_streams(world.device)
+        issuer = ThisThread() if is_local else world.issuer
+        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, issuer)
         self._first_step = self._number = first_step
         self._failed_step: int | None = None
         """of a device: the first one that is masked, once the host has heard of it"""

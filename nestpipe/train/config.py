@@ -196,7 +196,10 @@ class StoreSection:
 @dataclass(frozen=True)
 class RuntimeSection:
     dense_threads: int | None = key(
-        None, "threads of the dense part; not set: cores // ranks on this host", at_least=1, at_most=MOST_THREADS
+        None,
+        "threads of the dense part; not set: cores // ranks on this host, or 1 if it is on an accelerator",
+        at_least=1,
+        at_most=MOST_THREADS,
     )
     device: str | None = key(None, "of the model, as torch names it; not set: the accelerator if there is one, or cpu")
 
@@ -279,10 +282,11 @@ class Config:
         store, runtime = self.store, self.runtime
         if store.num_threads is None:
             store = replace(store, num_threads=num_threads)
-        if runtime.dense_threads is None:
-            runtime = replace(runtime, dense_threads=num_threads)
         if runtime.device is None:
             runtime = replace(runtime, device=default_device())
+        if runtime.dense_threads is None:
+            # Beside an accelerator only small operations are left, which take longer if they wait for other threads.
+            runtime = replace(runtime, dense_threads=num_threads if runtime.device == "cpu" else 1)
         return replace(self, store=store, runtime=runtime, row_optimizer=self._row_optimizer())
 
     def _row_optimizer(self) -> RowOptimizerSection:
