@@ -56,3 +56,30 @@ def test_readme_figures_of_attention() -> None:
         f"needs {growth[0]:.2f} (HSTU) and {growth[1]:.2f} (FuXi) times the memory",
     ):
         assert text in readme.replace("\n", " "), text
+
+
+def test_readme_figures_of_data() -> None:
+    readme = README.read_text().replace("\n", " ")
+    prepared, killed = results("prepare.json")
+    clicks, histories = results("reader.json")
+    for text in (
+        f"re-indexed at {prepared['prepare_vs_read']:.2f} of the speed",
+        f"in at most {prepared['peak_rss_bytes'] / 1e9:.2f} GB; killed {killed['num_killed']} times",
+        f"reads {clicks['reader_vs_demo']:.0f} times the clicks",
+        f"{histories['reader_vs_demo']:.0f} times the histories",
+    ):
+        assert text in readme, text
+
+
+def test_readme_figures_of_an_accelerator() -> None:
+    readme = README.read_text().replace("\n", " ")
+    records = {(r["schedule"], r["num_distinct"]): r for r in results("h200-one-rank.json") if "num_distinct" in r}
+    serial, inter, nested = (records[schedule, 240_000] for schedule in ("serial", "inter", "nested"))
+    ratios = [records["nested", num_distinct]["step_over_dense_only"] for num_distinct in (240_000, 120_000)]
+    for text in (
+        f"takes {serial['step_ms']:.0f} ms in serial, {inter['step_ms']:.0f} in inter, {nested['step_ms']:.0f} in nested",
+        f"dense model alone takes {nested['dense_only_ms']:.0f}.",
+        f"Inter hides {inter['lookup_hidden_fraction']:.2f} of the lookup.",
+        f"takes {ratios[0]:.2f} times as long as the dense model alone, {ratios[1]:.2f} with 120,000 rows",
+    ):
+        assert text in readme, text
