@@ -77,8 +77,8 @@ def test_readme_figures_of_an_accelerator() -> None:
     serial, inter, nested = (records[schedule, 240_000] for schedule in ("serial", "inter", "nested"))
     ratios = [records["nested", num_distinct]["step_over_dense_only"] for num_distinct in (240_000, 120_000)]
     for text in (
-        f"takes {serial['step_ms']:.0f} ms in serial, {inter['step_ms']:.0f} in inter, {nested['step_ms']:.0f} in nested",
-        f"dense model alone takes {nested['dense_only_ms']:.0f}.",
+        f"takes {serial['step_ms']:.0f} ms in serial, {inter['step_ms']:.0f} in inter,",
+        f"{nested['step_ms']:.0f} in nested; the dense model alone takes {nested['dense_only_ms']:.0f}.",
         f"Inter hides {inter['lookup_hidden_fraction']:.2f} of the lookup.",
         f"takes {ratios[0]:.2f} times as long as the dense model alone, {ratios[1]:.2f} with 120,000 rows",
     ):
