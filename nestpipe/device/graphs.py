@@ -16,7 +16,8 @@ class _Use:
 class Graph:
     """Of a function of x, the same shape each time, and of parameters, which stay where they are.
 
-    What it works on lies in memory of its own, that of its last replay. So it has one user at a time.
+    What it works on lies in memory of its own, that of its last replay, and so do its output and the gradient of x: who
+    keeps them beyond the backward sees them change. So it has one user at a time.
     """
 
     def __init__(
@@ -27,16 +28,24 @@ class Graph:
         self.parameters = parameters
         self._x = torch.zeros_like(x).requires_grad_()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(x.device)
         # Other threads go on with what they do. The random numbers drawn by what is recorded are drawn by no one.
+        options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         state = torch.cuda.get_rng_state(x.device)
-        with torch.enable_grad(), torch.cuda.graph(self._forward, pool=pool, capture_error_mode="thread_local"):
-            # The parameters themselves may be tied to another stream, by hooks and by graphs that are still alive.
-            leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-            out = function(self._x, leaves)
-        self._gradient = torch.zeros_like(out)
-        with torch.cuda.graph(self._backward, pool=pool, capture_error_mode="thread_local"):
-            self._gradients = torch.autograd.grad(out, (self._x, *leaves), self._gradient, allow_unused=True)
-        torch.cuda.set_rng_state(state, x.device)
+        try:
+            with torch.cuda.device(x.device), torch.enable_grad(), torch.cuda.graph(self._forward, **options):
+                # The parameters themselves may be tied to another stream, by hooks and by graphs that are still alive.
+                leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+                out = function(self._x, leaves)
+            self._gradient = torch.zeros_like(out)
+            with (  # as a training's backward, which is outside of autocast
+                torch.cuda.device(x.device),
+                torch.autocast(x.device.type, enabled=False),
+                torch.cuda.graph(self._backward, **options),
+            ):
+                self._gradients = torch.autograd.grad(out, (self._x, *leaves), self._gradient, allow_unused=True)
+        finally:
+            torch.cuda.set_rng_state(state, x.device)
         self._out = out.detach()
         self._use: weakref.ref[_Use] | None = None
 

@@ -52,7 +52,7 @@ def _upload(originals: dict[int, Tensor], dtype: torch.dtype, device: torch.devi
     """In few calls, however many they are: a thread that makes many small ones keeps others from launching kernels."""
     aligned = max(1, ALIGNMENT // dtype.itemsize)
     filling = torch.zeros(aligned, dtype=dtype)
-    pieces = [piece for t in originals.values() for piece in (t.reshape(-1), filling[: -t.numel() % aligned])]
+    pieces = [piece for t in originals.values() for piece in (t.detach().reshape(-1), filling[: -t.numel() % aligned])]
     sizes = [piece.numel() for piece in pieces]
     staged = torch.cat(pieces, out=host_empty((sum(sizes),), dtype, device))
     parts = staged.to(device, non_blocking=True).split(sizes)[::2]

@@ -34,7 +34,8 @@ class Tiles:
         """times [num_samples, max_length + 1]; bounds int64: the smallest difference in each bucket but the first."""
         self.size = size
         self.max_length = int(times.shape[1]) - 1
-        self._times, self._bounds = times, bounds
+        self._times: Tensor | None = times
+        self._bounds = bounds
         of_sample = np.asarray(lengths, dtype=np.int64)
         num_blocks = -(-of_sample // size)
         num_tiles = num_blocks * (num_blocks + 1) // 2
@@ -83,6 +84,7 @@ class Tiles:
         from nestpipe.kernels.attention import time_buckets  # where Triton is imported
 
         if self.num_tiles > 0:
+            assert self._times is not None
             time_buckets(self, self._times, self._bounds, out)
 
     @property
@@ -100,6 +102,7 @@ class Tiles:
     def twin(self) -> "Tiles":
         """Filled up, in memory of its own, into which others of the same sizes can be copied."""
         twin = self.filled_up()
+        twin._times = None  # part of the upload of a whole batch
         twin._take(self._lists.clone())
         twin.buckets = self.buckets.clone()
         return twin

@@ -43,5 +43,5 @@ def _looks(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
     if type(argument) is int:
-        return argument == 1, argument % ALIGNMENT == 0, -LARGEST_INT32 <= argument <= LARGEST_INT32
+        return argument == 1, argument % ALIGNMENT == 0, -LARGEST_INT32 - 1 <= argument <= LARGEST_INT32
     return type(argument)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from nestpipe.models.stack import Stack
+from nestpipe.models.stack import Stack, tile_size
 from nestpipe.ops.positions import add_positions
 from nestpipe.ops.row_sequences import RowSequence
 from nestpipe.ops.sampled_softmax import NEGATIVES_PER, sampled_softmax, unit
@@ -50,7 +50,7 @@ class NextItemModel(nn.Module):
         self.positions = truncated_normal((max_length + EXTRA_POSITIONS, dim), math.sqrt(1 / dim), generator)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(layers(generator))
-        self._stack = Stack(self.layers)
+        self._stack = Stack()
 
     def forward(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
         """The sum over positions of the loss of the next item."""
@@ -76,8 +76,8 @@ class NextItemModel(nn.Module):
     def _outputs(self, history: RowSequence, sequences: Sequences) -> Tensor:
         """[num_tokens, dim]"""
         values, scale = history.values, math.sqrt(self.dim)
-        x = self.dropout(add_positions(values, self.positions, sequences, scale, self._stack.tile_size(values)))
-        return self._stack(x, sequences)
+        x = self.dropout(add_positions(values, self.positions, sequences, scale, tile_size(self.layers, values)))
+        return self._stack(self.layers, x, sequences)
 
     def _sequences(self, history: RowSequence, inputs: Mapping[str, Tensor]) -> Sequences:
         times = inputs["times"]

@@ -1,7 +1,7 @@
 """The layers of a model, one after another; on a device in the fewest launches."""
 
-from collections.abc import Mapping
-from copy import deepcopy
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,115 +11,151 @@ from torch.func import functional_call
 
 from nestpipe.device.graphs import Graph
 from nestpipe.ops.attention import product_dtype
-from nestpipe.ops.sequences import Sequences
+from nestpipe.ops.sequences import Sequences, Tiles
+
+Key = tuple[Any, ...]
 
 MOST_GRAPHS = 16
+MOST_SEEN = 256
+"""sizes that were met once"""
 
 
 class Stack:
-    """Layers that take and give ([num_tokens, dim], Sequences).
+    """Calls layers that take and give ([num_tokens, dim], Sequences).
 
     Where they work on tiles, tokens are filled up to a round number, so that micro-batches of about the same size are
     of the same; and what is trained twice in one size is recorded as a graph, which is replayed from then on. The bits
-    are the same either way.
+    are the same either way. What layers do beside launching kernels is done when they are recorded, and not again; so
+    layers with hooks are not recorded. Non-reentrant checkpointing around the model does not go with it.
     """
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self._layers = layers
-        self._graphs: dict[tuple[Any, ...], tuple[Graph, Any] | None] = {}
-        """with its tiles; None: seen once"""
+    def __init__(self) -> None:
+        self._seen: dict[Key, None] = {}
+        self._graphs: dict[Key, tuple[Graph, Tiles]] = {}
+        """with the tiles that it works on"""
         self._pool: Any = None
-        self._parameters: list[tuple[dict[str, Any], str, str, nn.Parameter]] = []
-        """those that are trained: where each is, its name there and as the layers' state has it"""
+        self._has_failed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stack":
-        return Stack(deepcopy(self._layers, memo))
+        return Stack()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stack, (self._layers,)
+        return Stack, ()
 
-    def __call__(self, x: Tensor, sequences: Sequences) -> Tensor:
-        size = self.tile_size(x)
+    def __call__(self, layers: nn.ModuleList, x: Tensor, sequences: Sequences) -> Tensor:
+        size = tile_size(layers, x)
         if size is None or len(x) == 0:
-            return self._run(x, sequences)
-        graph = self._graph(x, sequences, size)
+            return run(layers, x, sequences)
+        graph = self._graph(layers, x, sequences, size)
         if graph is not None:
             return graph(x)
         tiles = sequences.in_tiles(size).filled_up()
         filled_up = F.pad(x, (0, 0, 0, tiles.num_tokens - len(x)))
-        return self._run(filled_up, sequences.with_tiles(tiles))[: len(x)]
+        return run(layers, filled_up, sequences.with_tiles(tiles))[: len(x)]
 
-    def _run(self, x: Tensor, sequences: Sequences) -> Tensor:
-        for layer in self._layers:
-            x = layer(x, sequences)
-        return x
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
 
-    def _run_with(self, parameters: dict[str, Tensor], x: Tensor, sequences: Sequences) -> Tensor:
-        """The same with these in place of the layers' own, by name."""
-        for number, layer in enumerate(self._layers):
-            prefix = f"{number}."
-            own = {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
-            x = functional_call(layer, own, (x, sequences))
-        return x
-
-    def tile_size(self, x: Tensor) -> int | None:
-        """None: layers do not work on tiles, or not all on the same."""
-        if torch.compiler.is_compiling():
+    def _graph(self, layers: nn.ModuleList, x: Tensor, sequences: Sequences, size: int) -> Graph | None:
+        if self._has_failed or not (x.is_cuda and torch.is_grad_enabled() and x.requires_grad) or x.is_leaf:
             return None
-        sizes = {_tile_size(layer, x) for layer in self._layers}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    def _graph(self, x: Tensor, sequences: Sequences, size: int) -> Graph | None:
-        if not (x.is_cuda and torch.is_grad_enabled() and self._layers.training):
+        settings = _settings(layers)
+        # Graphs share memory: the backward of one must come before the forward of the next.
+        if settings is None or any(graph.is_in_use for graph, _ in self._graphs.values()):
             return None
-        parameters = self._trained()
-        tiles, dtype = sequences.in_tiles(size), product_dtype(x)
-        key = (*tiles.sizes, x.device, x.dtype, dtype, *(parameter.data_ptr() for parameter in parameters.values()))
-        if key not in self._graphs:
-            if len(self._graphs) < MOST_GRAPHS:
-                self._graphs[key] = None
+        tiles = sequences.in_tiles(size)
+        key = (*tiles.sizes, x.device, x.dtype, product_dtype(x), *settings)
+        if key not in self._graphs and not self._record(key, layers, x, sequences, tiles):
             return None
-        if self._graphs[key] is None:
-            self._graphs[key] = self._recorded(x, sequences, size, parameters)
-        found = self._graphs[key]
-        if found is None or found[0].is_in_use:
-            return None
-        graph, twin = found
+        graph, twin = self._graphs[key]
         tiles.copy_to(twin)
         return graph
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """Without going through all modules each time, which takes as long as ten launches."""
-        if not self._parameters or any(
-            there.get(name) is not parameter or not parameter.requires_grad
-            for there, name, _, parameter in self._parameters
-        ):
-            self._parameters = [
-                (module._parameters, name, f"{path}.{name}", parameter)
-                for path, module in self._layers.named_modules()
-                for name, parameter in module._parameters.items()
-                if parameter is not None and parameter.requires_grad
-            ]
-        return {path: parameter for *_, path, parameter in self._parameters}
+    def _record(self, key: Key, layers: nn.ModuleList, x: Tensor, sequences: Sequences, tiles: Tiles) -> bool:
+        """If it was seen before: what is met once only is not worth it, and must have been compiled."""
+        if key not in self._seen or len(self._graphs) >= MOST_GRAPHS:
+            self._seen[key] = None
+            if len(self._seen) > MOST_SEEN:
+                del self._seen[next(iter(self._seen))]
+            return False
+        try:
+            self._graphs[key] = self._recorded(layers, x, sequences, tiles)
+        except RuntimeError as error:  # no memory, for example, or a layer that asks the device something
+            self._has_failed = True
+            warnings.warn(
+                f"layers could not be recorded as a graph ({error}); they are launched kernel by kernel from here on, "
+                "which is slower and gives the same bits",
+                stacklevel=2,
+            )
+            return False
+        return True
 
-    def _recorded(
-        self, x: Tensor, sequences: Sequences, size: int, parameters: Mapping[str, Tensor]
-    ) -> tuple[Graph, Any]:
+    def _recorded(self, layers: nn.ModuleList, x: Tensor, sequences: Sequences, tiles: Tiles) -> tuple[Graph, Tiles]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        twin = sequences.in_tiles(size).twin()
+        twin = tiles.twin()
         of_twin = sequences.with_tiles(twin)
-        memory = x.new_empty(twin.num_tokens, x.shape[1])
+        parameters = {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
-        def run(x: Tensor, leaves: list[Tensor]) -> Tensor:
-            return self._run_with(dict(zip(parameters, leaves, strict=True)), x, of_twin)
+        def run_with(x: Tensor, leaves: list[Tensor]) -> Tensor:
+            """The layers with these in place of their own parameters."""
+            named = dict(zip(parameters, leaves, strict=True))
+            for number, layer in enumerate(layers):
+                prefix = f"{number}."
+                own = {name.removeprefix(prefix): p for name, p in named.items() if name.startswith(prefix)}
+                x = functional_call(layer, own, (x, of_twin))
+            return x
 
         kind = x.device.type
         # What autocast keeps of the parameters would be that of the recording for ever.
         with torch.autocast(kind, product_dtype(x), torch.is_autocast_enabled(kind), cache_enabled=False):
-            return Graph(run, memory, list(parameters.values()), self._pool), twin
+            shape = twin.num_tokens, x.shape[1]
+            return Graph(run_with, x.new_empty(shape), list(parameters.values()), self._pool), twin
 
 
-def _tile_size(layer: Any, x: Tensor) -> int | None:
+def run(layers: nn.ModuleList, x: Tensor, sequences: Sequences) -> Tensor:
+    for layer in layers:
+        x = layer(x, sequences)
+    return x
+
+
+def tile_size(layers: nn.ModuleList, x: Tensor) -> int | None:
+    """None: layers do not work on tiles, or not all on the same."""
+    if torch.compiler.is_compiling():
+        return None
+    sizes = {_of_layer(layer, x) for layer in layers}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _of_layer(layer: Any, x: Tensor) -> int | None:
     """A layer that says nothing of tiles does not work on them."""
     size: int | None = layer.tile_size(x) if hasattr(layer, "tile_size") else None
     return size
+
+
+def _settings(layers: nn.ModuleList) -> Key | None:
+    """All that a recording takes as given: which modules, parameters and buffers there are, where and how. None: it
+    cannot be recorded."""
+    found: list[Any] = [torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()]
+    of_parameters: set[int] = set()
+    for module in _modules(layers):
+        if not module.training or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return None
+        found += (id(module), getattr(module, "p", None))
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            if id(parameter) in of_parameters:  # its gradients would be added up in another order
+                return None
+            of_parameters.add(id(parameter))
+            found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
+        found += (buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None)
+    return tuple(found)
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """As module.modules(), those that occur twice twice, and in less time than a launch takes."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child)

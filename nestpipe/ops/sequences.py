@@ -8,7 +8,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention_tiles import Tiles, upload
+from nestpipe.kernels.attention_tiles import Tiles as Tiles
+from nestpipe.kernels.attention_tiles import upload
 
 NUM_TIME_BUCKETS = 129
 BLOCK = 64

@@ -32,7 +32,7 @@ def finite(values: Tensor) -> Tensor:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """The same of many small ones, in few launches: the largest number is not finite if any is not."""
-    return torch.nn.utils.get_total_norm(tensors, math.inf, foreach=True) < math.inf
+    return torch.nn.utils.get_total_norm([t for t in tensors if t.numel() > 0], math.inf) < math.inf
 
 
 def are_finite(values: Tensor) -> bool:

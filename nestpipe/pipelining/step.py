@@ -192,4 +192,8 @@ def seed_generators(device: torch.device, *purpose: int) -> None:
     seed = zlib.crc32(repr(purpose).encode())
     torch.default_generator.manual_seed(seed)
     if has_streams(device):
-        torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
+        of_device = torch.get_device_module(device)
+        if hasattr(of_device, "default_generators"):
+            of_device.default_generators[device.index].manual_seed(seed)
+        else:
+            of_device.manual_seed(seed)

@@ -2,7 +2,7 @@
 
 Fails if Stack does not copy the tiles of a micro-batch to the graph's (`tiles.copy_to(twin)`), if Graph does not clear
 what fills up (`memory[len(lines) :].zero_()`), or if it has one user after another without waiting for backward
-(`found[0].is_in_use`).
+(`graph.is_in_use`).
 """
 
 import pytest
@@ -31,7 +31,7 @@ def losses_and_gradients(model_class, dropout: float, dtype: torch.dtype | None)
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
     torch.use_deterministic_algorithms(False)
-    found.append(torch.tensor(sum(graph is not None for graph in model._stack._graphs.values())))
+    found.append(torch.tensor(model._stack.num_graphs))
     return found
 
 
@@ -54,20 +54,22 @@ def test_two_forwards_before_a_backward(device: str) -> None:
     rows = torch.randn(NUM_ITEMS, 8).cuda().requires_grad_()
 
     def loss_of(seed: int) -> torch.Tensor:
-        batch = histories([70, 20], 130, seed=seed)
+        batch = histories([70, 20] if seed < 2 else [120, 9], 130, seed=seed)
         features = {name: Rows(rows, keys.values.cuda(), keys.offsets.cuda()) for name, keys in batch.keys.items()}
         return model(features, {"times": batch.inputs["times"].cuda()})
 
-    expected = []
-    for seed in (0, 1, 2, 0, 1):  # the last two with a graph
+    expected = {}
+    for seed in (0, 1, 2, 3, 2, 0, 1):
         rows.grad = None
         loss_of(seed).backward()
-        expected.append(rows.grad.clone())
-    first, second = loss_of(0), loss_of(1)
-    for loss, wanted in ((second, expected[4]), (first, expected[3])):
-        rows.grad = None
-        loss.backward()
-        torch.testing.assert_close(rows.grad, wanted)
+        expected[seed] = rows.grad.clone()
+    assert model._stack.num_graphs == 2
+    for pair in ((0, 1), (0, 2), (2, 1)):  # of one size, and of two whose graphs share memory
+        losses = {seed: loss_of(seed) for seed in pair}
+        for seed in reversed(pair):
+            rows.grad = None
+            losses[seed].backward()
+            torch.testing.assert_close(rows.grad, expected[seed])
     loss = loss_of(0)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="called twice"):

@@ -11,6 +11,7 @@ import torch
 
 from nestpipe.kernels.attention_tiles import round_up
 from nestpipe.models import HSTU, FuXi
+from nestpipe.models.stack import _settings, run
 from tests.kernels.attention_cases import (
     DEVICE,
     import_triton,
@@ -24,7 +25,7 @@ import_triton()
 def outcome(model, x, sequences, is_filled_up: bool):
     model.zero_grad()
     x = x.clone().requires_grad_()
-    out = model._stack(x, sequences) if is_filled_up else model._stack._run(x, sequences)
+    out = (model._stack if is_filled_up else run)(model.layers, x, sequences)
     assert out.shape == x.shape
     (out * torch.linspace(0, 1, out.numel(), device=DEVICE).view_as(out)).sum().backward()
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in model.layers.named_parameters()}
@@ -52,8 +53,38 @@ def test_round_sizes() -> None:
     assert round_up(0) == 0
 
 
-def test_a_copy_has_layers_of_its_own() -> None:
+def test_a_copy_has_graphs_of_its_own() -> None:
     model = HSTU(4, 5, 1, num_heads=1, dim_qk=2, dim_v=2, attention="plain")
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other._stack._layers is other.layers
-        assert other.layers is not model.layers
+        assert other._stack is not model._stack
+
+
+def test_what_a_recording_takes_as_given() -> None:
+    """Whatever of it changes, there is another recording, or none. Fails if _settings leaves one of these out."""
+    layers = HSTU(4, 5, 2, num_heads=1, dim_qk=2, dim_v=2, dropout=0.1).layers
+    seen = {_settings(layers)}
+    layer = layers[0]
+    for change in (
+        lambda: layer.w_ts.requires_grad_(False),
+        lambda: setattr(layer.w_ts, "data", layer.w_ts.data.clone()),
+        lambda: setattr(layer, "w_pos", torch.nn.Parameter(layer.w_pos.data)),
+        lambda: setattr(layer.dropout, "p", 0.2),
+        lambda: setattr(layer, "out", torch.nn.Linear(2, 4)),
+        lambda: layers.append(HSTU(4, 5, 1, num_heads=1, dim_qk=2, dim_v=2).layers[0]),
+        lambda: layers.register_buffer("more", torch.zeros(1)),
+        lambda: torch.use_deterministic_algorithms(True),
+    ):
+        change()
+        settings = _settings(layers)
+        assert settings is not None
+        assert settings not in seen
+        seen.add(settings)
+    torch.use_deterministic_algorithms(False)
+    hook = layer.out.register_forward_hook(lambda *_: None)
+    assert _settings(layers) is None
+    hook.remove()
+    layer.dropout.eval()
+    assert _settings(layers) is None
+    layer.dropout.train()
+    layers.append(layer)
+    assert _settings(layers) is None
