@@ -17,7 +17,7 @@ from nestpipe.data.published.engine import MEMORY_BYTES, num_threads
 from nestpipe.data.published.generate import generate
 from nestpipe.data.published.kuairand import COLUMNS, find_kuairand
 from nestpipe.data.published.manifest import MANIFEST, read_manifest
-from nestpipe.data.published.prepare import UNFINISHED
+from nestpipe.data.published.target_folder import UNFINISHED
 from nestpipe.distributed.child import die_with_parent
 
 SEED = 1

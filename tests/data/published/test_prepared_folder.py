@@ -1,24 +1,27 @@
 """The prepared folder: killed and started over, replaced, refused; nothing is left behind.
 
-Fails if the manifest is written before the files are moved (a killed run would leave a finished folder that is not), or
-if `_clear` leaves the files of a killed run.
+Fails if the manifest is moved before the files are (a killed run would leave a finished folder that is not), or if
+`_undo_moves` does nothing.
 """
 
 import fcntl
 import gzip
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from nestpipe.data.published import engine
+from nestpipe.data.published import engine, target_folder
 from nestpipe.data.published.generate import generate
 from nestpipe.data.published.manifest import Manifest, read_manifest
-from nestpipe.data.published.prepare import UNFINISHED, prepare
+from nestpipe.data.published.prepare import prepare
+from nestpipe.data.published.target_folder import MARK, UNFINISHED
 from nestpipe.data.published.text_files import estimate_lines
 
 MOMENTS = ("reading", "filtering", "writing", "checksums", "moving", "manifest")
@@ -27,9 +30,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from nestpipe.data.published import prepare as module
-from nestpipe.data.published.manifest import Manifest
 
-source, folder, *moments = sys.argv[1:]
+data_format, source, folder, *moments = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 for moment in moments:
     child = os.fork()
@@ -39,13 +41,13 @@ for moment in moments:
                 die()
         real = Path.replace
         def replace(path, target):
-            if moment == "moving" and path.name == "items.parquet":
+            if path.name == {"moving": "items.parquet", "manifest": "manifest.json"}.get(moment) and (
+                path.parent.name == "unfinished"
+            ):
                 die()
             return real(path, target)
         Path.replace = replace
-        if moment == "manifest":
-            Manifest.write = lambda manifest, folder: die()
-        module.prepare("kuairand", Path(source), Path(folder) / moment, progress=progress)
+        module.prepare(data_format, Path(source), Path(folder) / moment, force=True, progress=progress)
         os._exit(0)
     print(moment, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -65,7 +67,7 @@ def test_killed_at_any_moment_and_started_over(tmp_path: Path) -> None:
     source = tmp_path / "src"
     generate("kuairand", source, 20_000)
     whole = prepare("kuairand", source, tmp_path / "whole")
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path), *MOMENTS]
+    command = [sys.executable, "-c", KILLED, "kuairand", str(source), str(tmp_path), *MOMENTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [text for moment in MOMENTS for text in (moment, str(-signal.SIGKILL))]
     for moment in MOMENTS:
@@ -81,11 +83,112 @@ def test_a_killed_run_with_other_input_leaves_nothing(tmp_path: Path) -> None:
     """Files that the killed run had moved already, and which this one does not make."""
     target = tmp_path / "dst"
     (target / UNFINISHED / "spill").mkdir(parents=True)
-    for name in ("users-00007.parquet", "train-00000.parquet", "manifest.json.unfinished", f"{UNFINISHED}/spool"):
+    (target / UNFINISHED / "replaced").mkdir()
+    (target / UNFINISHED / "lock").write_text(MARK)
+    moves = ["train-00000.parquet", "test-00000.parquet", "manifest.json"]
+    (target / UNFINISHED / "moves.json").write_text(json.dumps(moves))
+    for name in ("train-00000.parquet", *(f"{UNFINISHED}/{name}" for name in ("spool-00000.parquet", *moves[1:]))):
         (target / name).write_text("old")
     (target / "README").write_text("mine")
     manifest = prepare("movielens", small(tmp_path), target)
     assert set(files_of(target)) == {"README", "manifest.json", *(file.name for file in manifest.files)}
+
+
+def test_a_run_that_replaces_is_killed_at_any_moment(tmp_path: Path) -> None:
+    """The next one puts back what was there, which is then refused or replaced as ever."""
+    source = tmp_path / "src"
+    generate("movielens", source, 500, seed=1)
+    before = prepare("movielens", source, tmp_path / "moving")
+    shutil.copytree(tmp_path / "moving", tmp_path / "manifest")
+    shutil.copytree(tmp_path / "moving", tmp_path / "whole")
+    shutil.rmtree(source)
+    generate("movielens", source, 500)
+    command = [sys.executable, "-c", KILLED, "movielens", str(source), str(tmp_path), "moving", "manifest"]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    for moment in ("moving", "manifest"):
+        target = tmp_path / moment
+        assert (target / UNFINISHED).exists()
+        with pytest.raises(ValueError, match="not finished"):
+            read_manifest(target)
+        with pytest.raises(ValueError, match="is prepared already"):
+            prepare("movielens", source, target)
+        assert files_of(target) == files_of(tmp_path / "whole")
+    assert prepare("movielens", source, target, force=True).checksum() != before.checksum()
+
+
+def test_a_failed_replacement_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = small(tmp_path), tmp_path / "dst"
+    prepare("movielens", source, target)
+    before = files_of(target)
+    (file,) = source.rglob("ratings.dat")
+    good = file.read_text()
+    file.write_text(good + "x\n")
+    with pytest.raises(ValueError, match="has 1 fields"):
+        prepare("movielens", source, target, force=True)
+    assert files_of(target) == before
+    file.write_text(good + "1::2::3::4\n")
+    real = Path.replace
+
+    def replace(path: Path, to: Path) -> Path:
+        if path == target / UNFINISHED / "manifest.json":
+            raise OSError("no")
+        return real(path, to)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="no"):
+        prepare("movielens", source, target, force=True)
+    assert files_of(target) == before
+
+
+def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
+    """Fails if any folder with an entry `unfinished`, or with some `manifest.json`, counts as made here."""
+    source = small(tmp_path)
+    for number, manifest in enumerate((None, '{"name": "my page"}', '{"format": "nestpipe-data", "files": []}')):
+        target = tmp_path / f"mine{number}"
+        (target / UNFINISHED / "thesis").mkdir(parents=True)
+        for name in (f"{UNFINISHED}/thesis/a.txt", "train-00000.parquet", f"{UNFINISHED}/lock"):
+            (target / name).write_text("mine")
+        if manifest is not None:
+            (target / "manifest.json").write_text(manifest)
+        before = sorted(target.rglob("*"))
+        with pytest.raises(ValueError, match="was not made by `nestpipe data prepare`"):
+            prepare("movielens", source, target, force=True)
+        assert sorted(target.rglob("*")) == before
+
+
+def test_files_of_others_beside_ours_stay(tmp_path: Path) -> None:
+    source, target = small(tmp_path), tmp_path / "dst"
+    prepare("movielens", source, target)
+    (target / UNFINISHED).mkdir()
+    (target / UNFINISHED / "lock").write_text(MARK)
+    mine = [target / "train-00000.parquet", target / UNFINISHED / "a.txt", target / "users-00001.parquet"]
+    for path in mine:
+        path.write_text("mine")
+    prepare("movielens", source, target, force=True)
+    (target / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"users-00000\.parquet was not made by `nestpipe data prepare`; move it away"):
+        prepare("movielens", source, target)
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+
+
+def test_the_lock_is_removed_while_another_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B has opened the lock file when A ends and removes it. Fails if it is not looked at again once it is locked."""
+    source, target = small(tmp_path), tmp_path / "dst"
+    real, prepared = fcntl.flock, []
+
+    def flock(lock: TextIO, operation: int) -> None:
+        if not prepared:
+            prepared.append(None)
+            with monkeypatch.context() as undone:
+                undone.setattr(target_folder.fcntl, "flock", real)
+                prepared[0] = prepare("movielens", source, target)
+        real(lock, operation)
+
+    monkeypatch.setattr(target_folder.fcntl, "flock", flock)
+    with pytest.raises(ValueError, match="is prepared already"):
+        prepare("movielens", source, target)
+    assert read_manifest(target) == prepared[0]
+    assert not (target / UNFINISHED).exists()
 
 
 def test_a_finished_folder_is_only_replaced_when_told_to(tmp_path: Path) -> None:
