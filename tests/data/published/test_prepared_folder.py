@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.data.published import engine, target_folder
@@ -23,6 +24,7 @@ from nestpipe.data.published.manifest import Manifest, read_manifest
 from nestpipe.data.published.prepare import prepare
 from nestpipe.data.published.target_folder import MARK, UNFINISHED
 from nestpipe.data.published.text_files import estimate_lines
+from nestpipe.data.row_files import open_file, read_group
 
 MOMENTS = ("reading", "filtering", "writing", "checksums", "moving", "manifest")
 
@@ -274,3 +276,20 @@ def test_manifests_differ_if_anything_does() -> None:
     one = Manifest("clicks", "criteo-kaggle", {"label": "int64"}, {"rows": 3}, [], {"train.txt": 5}, ["nestpipe"])
     other = Manifest("clicks", "criteo-kaggle", {"label": "int64"}, {"rows": 4}, [], {"train.txt": 5}, ["nestpipe"])
     assert one.checksum() != other.checksum()
+
+
+def test_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
+    """In any page, of keys or of the original numbers. Fails if `write_page_checksum` is off in parquet_out.py."""
+    manifest = prepare("movielens", small(tmp_path), tmp_path / "dst")
+    for made in manifest.files:
+        path = tmp_path / "dst" / made.name
+        whole = path.read_bytes()
+        group = pq.read_metadata(path).row_group(0)
+        for column in (group.column(number) for number in range(group.num_columns)):
+            end = column.dictionary_page_offset + column.total_compressed_size
+            for place in (*range(column.data_page_offset - 20, column.data_page_offset), *range(end - 8, end)):
+                path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+                file, schema = open_file(path)
+                with pytest.raises(ValueError, match=rf"{made.name}, row group 0: cannot be read: .*CRC"):
+                    read_group(file, 0, schema.names)
+        path.write_bytes(whole)
