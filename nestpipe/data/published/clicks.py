@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from nestpipe.data.published.click_files import ClickFiles, split_spool
 from nestpipe.data.published.engine import EngineError, Report
 from nestpipe.data.published.text_files import estimate_lines
-from nestpipe.data.published.work import Prepared, Stages, Work, scan_report
+from nestpipe.data.published.work import Prepared, Stages, Work, no_good_line, scan_report
 
 NUM_DENSE, NUM_SPARSE = 13, 26
 SHARES = {"reading": 0.95, "splitting": 0.05}
@@ -30,7 +30,10 @@ def prepare_clicks(work: Work, held_out_share: int | None) -> Prepared:
     with ClickFiles(work.folder, "spool", SCHEMA) as spool:
         for number, file in enumerate(work.source.files):
             num_before_last = spool.num_rows
-            num_bad += _read(work, file, spool, scan_report(work.source.files, number, report))
+            with work.reading(file):
+                num_bad += _read(work, file, spool, scan_report(work.source, number, report))
+            if spool.num_rows == num_before_last:
+                raise no_good_line(file)
     num_bad += work.num_rejected()
     num_rows = spool.num_rows
     num_train = num_before_last if held_out_share is None else num_rows - num_rows // held_out_share

@@ -22,7 +22,7 @@ def find_criteo(source: Path) -> Source:
     """All days must be there: with fewer of them it would be another data set under the same name."""
     variants = {"kaggle": (KAGGLE_FILE,), "terabyte": DAYS}
     variant, files = find_variant(source, variants, dict.fromkeys(variants, ("",)))
-    return Source(f"criteo-{variant}", files, TextFormat("\t", tuple(FIELDS), FIELDS, has_header=False))
+    return Source(f"criteo-{variant}", tuple(files), TextFormat("\t", tuple(FIELDS), FIELDS, has_header=False), files)
 
 
 def prepare_criteo(work: Work) -> Prepared:

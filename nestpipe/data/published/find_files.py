@@ -1,12 +1,19 @@
 """Finding published files: plain or gzip, in the folder or where archives put them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from nestpipe.data.published.input_checks import Stamp, stamp
 
 
-def find_variant(
-    source: Path, variants: Mapping[str, Sequence[str]], folders: Mapping[str, Sequence[str]]
-) -> tuple[str, tuple[Path, ...]]:
+class Found(NamedTuple):
+    variant: str
+    files: dict[Path, Stamp]
+    """in their order, as they were before anything was read"""
+
+
+def find_variant(source: Path, variants: Mapping[str, Sequence[str]], folders: Mapping[str, Sequence[str]]) -> Found:
     """The one variant whose files are there, and the files. `folders`: where below `source` they may be."""
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder; give the one with the published files")
@@ -26,8 +33,9 @@ def find_variant(
     missing = [name for name in variants[variant] if name not in files]
     if missing:
         raise ValueError(f"{folder_found} lacks {_listed(missing)}, which {variant} has too; all of it is needed")
-    _check_not_empty(files.values())
-    return variant, tuple(files.values())
+    stamps = {file: stamp(file) for file in files.values()}
+    _check_not_empty(stamps)
+    return Found(variant, stamps)
 
 
 def _plain_or_gzip(folder: Path, name: str) -> Path | None:
@@ -37,9 +45,9 @@ def _plain_or_gzip(folder: Path, name: str) -> Path | None:
     return there[0] if there else None
 
 
-def _check_not_empty(files: Iterable[Path]) -> None:
-    for file in files:
-        if file.stat().st_size == 0:
+def _check_not_empty(files: Mapping[Path, Stamp]) -> None:
+    for file, found in files.items():
+        if found.num_bytes == 0:
             raise ValueError(f"{file} line 1: the file is empty; get it again")
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from nestpipe.data.published.engine import Engine, EngineError, Report
 from nestpipe.data.published.history_files import SCHEMA, Numbers, write_histories, write_index
-from nestpipe.data.published.work import Made, Prepared, Stages, Work, scan_report
+from nestpipe.data.published.work import Made, Prepared, Stages, Work, no_good_line, scan_report
 
 SHARES = {"reading": 0.5, "filtering": 0.15, "sorting": 0.15, "writing": 0.2}
 
@@ -47,17 +47,19 @@ def _read(work: Work, events: Events, report: Report) -> int:
     num_bad = num_read = 0
     for number, file in enumerate(work.source.files):
         lines = work.source.text_format.lines(file, skip_bad=work.skip_bad)
-        try:
-            of_file = scan_report(work.source.files, number, report)
-            work.engine.run(f"INSERT INTO events SELECT {selected} FROM ({lines})", of_file)
-        except EngineError as error:
-            raise work.failed_scan(file, error) from None
-        num_bad += _check_new(work, num_read, file)
-        num_read = work.engine.number("SELECT count(*) FROM events")
+        with work.reading(file):
+            try:
+                of_file = scan_report(work.source, number, report)
+                work.engine.run(f"INSERT INTO events SELECT {selected} FROM ({lines})", of_file)
+            except EngineError as error:
+                raise work.failed_scan(file, error) from None
+            num_bad_here = _check_new(work, num_read, file)
+        num_before, num_read = num_read, work.engine.number("SELECT count(*) FROM events")
+        if num_read - num_before == num_bad_here:
+            raise no_good_line(file)
+        num_bad += num_bad_here
     if num_bad:
         work.engine.run("DELETE FROM events WHERE item IS NULL")
-    if num_bad == num_read:
-        raise ValueError(f"{work.source.files[0].parent}: no good line in {_names(work.source.files)}")
     return num_bad + work.num_rejected()
 
 
@@ -129,7 +131,3 @@ def _sort_and_write(work: Work, events: Events, lengths: Numbers, stages: Stages
     )
     first = next(batches)  # comes when all is sorted
     return write_histories(work.folder, lengths, chain([first], batches), stages.begin("writing"))
-
-
-def _names(files: tuple[Path, ...]) -> str:
-    return ", ".join(file.name for file in files)

@@ -30,12 +30,14 @@ def random_log(variant: str) -> str:
 
 def find_kuairand(source: Path) -> Source:
     places = {variant: ("", "data", f"{folder}/data", folder) for variant, folder in FOLDERS.items()}
-    variant, files = find_variant(source, {name: standard_logs(name) for name in FOLDERS}, places)
+    variant, stamps = find_variant(source, {name: standard_logs(name) for name in FOLDERS}, places)
+    files = tuple(stamps)
     columns = read_header(files[0], ",", READ)
     for file in files[1:]:
         if read_header(file, ",", READ) != columns:
             raise ValueError(f"{file} line 1: has other columns than {files[0].name}; they must be the same")
-    return Source(f"kuairand-{variant}", files, TextFormat(",", columns, dict.fromkeys(READ, WHOLE), has_header=True))
+    text_format = TextFormat(",", columns, dict.fromkeys(READ, WHOLE), has_header=True)
+    return Source(f"kuairand-{variant}", files, text_format, stamps)
 
 
 def prepare_kuairand(work: Work) -> Prepared:

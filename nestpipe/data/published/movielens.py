@@ -15,12 +15,13 @@ READ = ("userId", "movieId", "timestamp")
 
 def find_movielens(source: Path) -> Source:
     names = {variant: (name,) for variant, name in RATINGS.items()}
-    variant, files = find_variant(source, names, {variant: ("", folder) for variant, folder in FOLDERS.items()})
+    variant, stamps = find_variant(source, names, {variant: ("", folder) for variant, folder in FOLDERS.items()})
+    files = tuple(stamps)
     fields = dict.fromkeys(READ, WHOLE)
     if variant == "1m":
-        return Source("movielens-1m", files, TextFormat("::", HEADER, fields, has_header=False))
+        return Source("movielens-1m", files, TextFormat("::", HEADER, fields, has_header=False), stamps)
     columns = read_header(files[0], ",", READ)
-    return Source("movielens-20m", files, TextFormat(",", columns, fields, has_header=True))
+    return Source("movielens-20m", files, TextFormat(",", columns, fields, has_header=True), stamps)
 
 
 def prepare_movielens(work: Work) -> Prepared:

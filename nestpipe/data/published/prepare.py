@@ -60,6 +60,6 @@ def prepare(
 def _manifest(prepared: Prepared, source: Source, folder: Path, data_format: str, skip_bad: bool) -> Manifest:
     files = [describe_file(folder / made.name, made.split, made.num_rows) for made in prepared.files]
     schema = {field.name: str(field.type) for field in prepared.schema}
-    inputs = {file.name: file.stat().st_size for file in source.files}
+    inputs = {file.name: source.stamps[file].num_bytes for file in source.files}
     command = ["nestpipe", "data", "prepare", data_format, *(["--skip-bad"] if skip_bad else [])]
     return Manifest(prepared.kind, source.name, schema, prepared.counts, files, inputs, command)

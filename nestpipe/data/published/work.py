@@ -1,12 +1,14 @@
 """What the preparation of any format has: its engine, its folder, its input, and a way to say how far it is."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from nestpipe.data.published.engine import Engine, EngineError, Report
+from nestpipe.data.published.input_checks import Stamp, check_unchanged, checked, gzip_problem
 from nestpipe.data.published.manifest import Kind
 from nestpipe.data.published.text_files import TextFormat, find_bad_line
 
@@ -22,6 +24,8 @@ class Source:
     files: tuple[Path, ...]
     """in the order in which they are read"""
     text_format: TextFormat
+    stamps: Mapping[Path, Stamp]
+    """of the files when they were found"""
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,24 @@ class Work:
     skip_bad: bool
     progress: Progress
 
+    def reading(self, file: Path) -> AbstractContextManager[None]:
+        """Around the scan of a file: it must be whole, and stay as it is."""
+        return checked(file, self.source.stamps[file])
+
     def bad_line(self, file: Path) -> ValueError:
         """The error that names it, when the engine has found some."""
+        check_unchanged(file, self.source.stamps[file])
         found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
         return ValueError(f"{file} {found or 'has bad lines; leave them out with --skip-bad'}")
 
     def failed_scan(self, file: Path, error: EngineError) -> Exception:
         """The error that names a line if that is the reason, otherwise what the engine says."""
+        check_unchanged(file, self.source.stamps[file])
         found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
-        return error if found is None else ValueError(f"{file} {found}")
+        if found is not None:
+            return ValueError(f"{file} {found}")
+        problem = gzip_problem(file)
+        return error if problem is None else ValueError(f"{file}: {problem}; get the file again")
 
     def num_rejected(self) -> int:
         """Lines that the engine could not split into fields."""
@@ -83,8 +96,12 @@ class Work:
         return self.engine.number("SELECT count(*) FROM (SELECT DISTINCT scan_id, file_id, line FROM reject_errors)")
 
 
-def scan_report(files: Sequence[Path], number: int, report: Report) -> Report:
+def no_good_line(file: Path) -> ValueError:
+    return ValueError(f"{file}: no good line in it; get the file again")
+
+
+def scan_report(source: Source, number: int, report: Report) -> Report:
     """Of the scan of one of several files, by their sizes."""
-    sizes = [file.stat().st_size for file in files]
+    sizes = [source.stamps[file].num_bytes for file in source.files]
     before, total = sum(sizes[:number]), sum(sizes)
     return lambda done: report((before + sizes[number] * done) / total)

@@ -178,11 +178,8 @@ def test_missing_files(data_format: str, make: Callable[[Path], None], text: str
 
 def test_no_good_line(tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_text("a::b::c::d\n")
-    with pytest.raises(ValueError, match=r"no good line in ratings\.dat"):
+    with pytest.raises(ValueError, match=r"ratings\.dat: no good line in it"):
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
-    (tmp_path / "ratings.dat").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"no good line in ratings\.dat"):
-        prepare("movielens", tmp_path, tmp_path / "dst")
 
 
 def test_delimiters_at_the_end_are_overlooked(tmp_path: Path) -> None:
