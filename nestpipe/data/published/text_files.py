@@ -81,11 +81,8 @@ class TextFormat:
         return f"read_csv({_text(_literal_path(file))}, {listed})"
 
     def problem(self, line: bytes) -> str | None:
-        """Of a line without its end; None if it is good, or blank."""
-        try:
-            texts = line.decode().split(self.delimiter)
-        except UnicodeDecodeError:
-            return "is not UTF-8"
+        """Of a line without its end; None if it is good, or blank. Fields that are not read may hold any bytes."""
+        texts = line.decode(errors="surrogateescape").split(self.delimiter)
         if texts == [""]:
             return None
         if len(line) > LONGEST_LINE_BYTES:
@@ -97,6 +94,8 @@ class TextFormat:
         for name, text in zip(self.columns, texts, strict=True):
             field = self.fields.get(name)
             if field is not None and not field.accepts(text):
+                if not _is_utf8(text):
+                    return f"{name} is not UTF-8"
                 return f"{name} is {text[:40]!r}, must be {field.what}"
         return None
 
@@ -139,35 +138,67 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
     return columns
 
 
+_GET_AGAIN = "get the file again"
+_SAME_ENDS = "the engine needs the same line ends in all of a file: make them so, as with dos2unix or `tr -d '\\r'`"
+
+
 @dataclass(frozen=True)
 class BadLine:
     number: int
     problem: str
-    can_be_left_out: bool = True
-    """not where the file cannot be read any further"""
+    remedy: str = "correct it, or leave such lines out: --skip-bad"
 
     def __str__(self) -> str:
-        advice = "; correct it, or leave such lines out: --skip-bad" if self.can_be_left_out else "; get the file again"
-        return f"line {self.number}: {self.problem}{advice}"
+        return f"line {self.number}: {self.problem}; {self.remedy}"
 
 
 def find_bad_line(file: Path, text_format: TextFormat, *, skip_bad: bool) -> BadLine | None:
     """The first one that is an error. Slow: only for when something is known to be wrong."""
-    number = 0
+    number, first_end, is_begin = 0, b"", True
     try:
         with open_text(file) as opened:
             while line := opened.readline(LONGEST_LINE_BYTES + 2):
+                text, end = _without_end(line)
+                was_begin, is_begin = is_begin, end != b""
+                if not was_begin:
+                    continue  # the rest of a line that is too long
                 number += 1
+                first_end = first_end or end
+                problem = _problem_of_ends(text, end, first_end)
+                if problem is not None:
+                    return BadLine(number, problem, _SAME_ENDS)
                 if skip_bad or (number == 1 and text_format.has_header):
                     continue
-                problem = text_format.problem(line.rstrip(b"\r\n"))
+                problem = text_format.problem(text)
                 if problem is not None:
                     return BadLine(number, problem)
     except EOFError:
-        return BadLine(number + 1, "the gzip file ends in the middle, it is incomplete", can_be_left_out=False)
+        return BadLine(number + 1, "the gzip file ends in the middle, it is incomplete", _GET_AGAIN)
     except (OSError, zlib.error) as error:
-        return BadLine(number + 1, f"the file is damaged: {error}", can_be_left_out=False)
+        return BadLine(number + 1, f"the file is damaged: {error}", _GET_AGAIN)
     return None
+
+
+def _without_end(line: bytes) -> tuple[bytes, bytes]:
+    for end in (b"\r\n", b"\n"):
+        if line.endswith(end):
+            return line.removesuffix(end), end
+    return line, b""
+
+
+def _problem_of_ends(text: bytes, end: bytes, first_end: bytes) -> str | None:
+    """The engine goes no further where they are mixed."""
+    if b"\r" in text[:LONGEST_LINE_BYTES]:
+        return "has a carriage return (\\r) without a line feed (\\n)"
+    if end not in (first_end, b""):
+        names = {b"\n": "\\n", b"\r\n": "\\r\\n"}
+        return f"ends with {names[end]}, the lines before it with {names[first_end]}"
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    """Of text that was decoded with surrogates for other bytes."""
+    return all(not "\ud800" <= character <= "\udfff" for character in text)
 
 
 def _quoted(name: str) -> str:

@@ -36,7 +36,7 @@ BAD_RATINGS = {
     "9::true::3::7": "movieId is 'true'",
     "9::NULL::3::7": "movieId is 'NULL'",
     "9::nan::3::7": "movieId is 'nan'",
-    "9::\xff::3::7": "is not UTF-8",
+    "9::\xff::3::7": "movieId is not UTF-8",
     f"9::8::{'3' * 2_000_001}::7": "is longer than 2,000,000 bytes",
 }
 
@@ -188,3 +188,68 @@ def test_delimiters_at_the_end_are_overlooked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 21: has 1 fields, must have 40"):
         prepare("criteo", tmp_path, tmp_path / "dst")
     assert prepare("criteo", tmp_path, tmp_path / "dst", skip_bad=True).counts["rows"] == 20
+
+
+def test_bytes_of_columns_that_are_not_read(tmp_path: Path) -> None:
+    """They may be anything, and another bad line is the one that is named."""
+    good = b"1::2::\xe9::4\n1::3::\xff\xfe::5\n"
+    (tmp_path / "ratings.dat").write_bytes(good)
+    manifest = prepare("movielens", tmp_path, tmp_path / "dst")
+    assert (manifest.counts["events"], manifest.counts["bad_lines"]) == (2, 0)
+    (tmp_path / "ratings.dat").write_bytes(good * 6 + b"-1::9::3::5\n")
+    with pytest.raises(ValueError, match=r"ratings\.dat line 13: userId is '-1'"):
+        prepare("movielens", tmp_path, tmp_path / "other")
+
+
+LINES = b"1::2::3::4\n" * 9
+LONG = b"1::2::" + b"3" * 4_500_000 + b"::4\n"
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (LINES + LINES.replace(b"\n", b"\r\n"), r"line 10: ends with \r\n, the lines before it with \n"),
+        (LINES.replace(b"\n", b"\r\n") + LINES, r"line 10: ends with \n, the lines before it with \r\n"),
+        (LINES + b"\r\n" + LINES, r"line 10: ends with \r\n, the lines before it with \n"),
+        (LINES + LINES.replace(b"\n", b"\r", 2), r"line 10: has a carriage return (\r) without a line feed"),
+        (LINES[:-1] + b"\r", r"line 9: has a carriage return (\r) without a line feed"),
+    ],
+    ids=range(5),
+)
+def test_mixed_line_ends(content: bytes, text: str, skip_bad: bool, tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'ratings.dat'} {text}") + ".*; .*dos2unix"):
+        prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_carriage_return_within_a_field(tmp_path: Path) -> None:
+    """To the engine the line ends there: two bad ones."""
+    (tmp_path / "ratings.dat").write_bytes(LINES + b"1::2::\r3::4\n" + LINES)
+    with pytest.raises(ValueError, match="line 10: has a carriage return"):
+        prepare("movielens", tmp_path, tmp_path / "dst")
+    manifest = prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
+    assert (manifest.counts["events"], manifest.counts["bad_lines"]) == (18, 2)
+
+
+def test_mixed_line_ends_after_a_line_that_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes(b"1::2::3::4\n" + LONG + LINES + b"1::2::3::4\r\n")
+    with pytest.raises(ValueError, match=r"ratings\.dat line 12: ends with"):
+        prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_other_line_ends(end: bytes, tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes(LINES.replace(b"\n", end))
+    assert prepare("movielens", tmp_path, tmp_path / "dst").counts["events"] == 9
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize("after", [b"\0" * 100, b"other bytes"])
+def test_bytes_after_gzip_data(after: bytes, skip_bad: bool, tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(LINES) + after)
+    with pytest.raises(
+        ValueError, match=r"ratings\.dat\.gz.*: .*(no gzip data follow|Not a gzipped file).*; get the file"
+    ):
+        prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
