@@ -29,7 +29,11 @@ def stamp(file: Path) -> Stamp:
 
 
 def check_unchanged(file: Path, found: Stamp) -> None:
-    if not file.exists() or stamp(file) != found:
+    try:
+        is_same = stamp(file) == found
+    except FileNotFoundError:
+        is_same = False
+    if not is_same:
         raise ValueError(f"{file} has changed or gone since it was found; prepare it again once it stays as it is")
 
 

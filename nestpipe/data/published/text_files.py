@@ -139,7 +139,8 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
 
 
 _GET_AGAIN = "get the file again"
-_SAME_ENDS = "the engine needs the same line ends in all of a file: make them so, as with dos2unix or `tr -d '\\r'`"
+_SAME_ENDS = "the engine needs the same line ends in all of a file: make them so, as with `tr '\\r' '\\n'`"
+"""blank lines, which come of it, are none; `tr -d '\\r'` and dos2unix would join lines, or leave them so"""
 
 
 @dataclass(frozen=True)

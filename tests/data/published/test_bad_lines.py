@@ -219,9 +219,13 @@ LONG = b"1::2::" + b"3" * 4_500_000 + b"::4\n"
 )
 def test_mixed_line_ends(content: bytes, text: str, skip_bad: bool, tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'ratings.dat'} {text}") + ".*; .*dos2unix"):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'ratings.dat'} {text}") + ".*; .*`tr "):
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
     assert not (tmp_path / "dst").exists()
+    corrected = content.replace(b"\r", b"\n")  # what the error says
+    (tmp_path / "ratings.dat").write_bytes(corrected)
+    manifest = prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
+    assert (manifest.counts["events"], manifest.counts["bad_lines"]) == (content.count(b"::") // 3, 0)
 
 
 def test_a_carriage_return_within_a_field(tmp_path: Path) -> None:
