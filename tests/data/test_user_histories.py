@@ -149,3 +149,25 @@ def test_items_outside_the_corpus_are_refused(tmp_path: Path) -> None:
     kept = np.concatenate([batch.keys["item"].values.numpy() for batch in Batches(data, 16)])
     assert kept.max() == 48
     assert data.skipped.num_rows + data.num_rows == 60
+
+
+@pytest.mark.parametrize("num_epochs", [None, 2])
+def test_no_user_with_enough_items(num_epochs: int | None, tmp_path: Path) -> None:
+    """Fails, by training for ever, without _look_for_samples; and if it asks for one user too many or too few."""
+    lists = [[7, 8, 9]] * 50
+    path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
+    rows = ParquetData(path, SCHEMA, num_epochs=num_epochs, window=1)
+    batches = Batches(UserHistories(rows, 4), 4, rank=1, world_size=2)
+    with pytest.raises(BadDataError, match="none of the 50 users has the 4 items that part 'train' needs: the last 2"):
+        next(batches)
+    assert len(UserHistories(rows, 4, "validation").samples(0, 4)) == 4
+
+
+def test_one_user_with_enough_items(tmp_path: Path) -> None:
+    """Wherever it is: batches before and after it are empty, and no error."""
+    lists = [[7, 8, 9]] * 50 + [[1, 2, 3, 4]] + [[1]] * 9
+    path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
+    for position in (0, 44, 55):
+        data = UserHistories(ParquetData(path, SCHEMA, num_epochs=1, shuffle=False, window=1), 4)
+        assert len(data.samples(position, 4)) == 0
+    assert sum(map(len, Batches(data, 7))) == 1
