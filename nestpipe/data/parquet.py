@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, Fingerprint
 from nestpipe.data.order import SampleOrder, Window
 from nestpipe.data.read_ahead import ReadAhead
 from nestpipe.data.row_files import BadDataError, RowFile, UnreadableError, find_files, open_files, read_group
@@ -108,6 +109,18 @@ class ParquetData(Dataset):
                 position = until
             self._expect_next(first, count)
         return to_batch(join(parts))
+
+    def fingerprint(self) -> Fingerprint:
+        """Names of files, not of their folders: data may be moved."""
+        files, groups = blake2b(digest_size=16), blake2b(digest_size=16)
+        for file in self.files:
+            files.update(f"{file.path.name}\n".encode() + file.footer)
+        groups.update(self.order.group_rows.tobytes())
+        for number, kept in sorted(self._kept.items()):
+            groups.update(number.to_bytes(8, "little") + kept.tobytes())
+        found: Fingerprint = {"files": files.hexdigest(), "row groups": groups.hexdigest()}
+        found["shuffle"] = self.order.shuffle
+        return found | ({"seed": self.order.seed, "window": self.order.window} if self.order.shuffle else {})
 
     def _rows_of(self, window: Window) -> NDArray[np.int64]:
         if self._rows is None or self._rows[0] != window:

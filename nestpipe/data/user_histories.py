@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, Fingerprint, fingerprint_of
 from nestpipe.data.draws import stream
 from nestpipe.data.negatives import Negatives
 from nestpipe.data.row_files import BadDataError
@@ -83,6 +83,12 @@ class UserHistories(Dataset):
             keys["negatives"] = self.negatives.draw(positions, history)
         inputs = {"times": torch.from_numpy(self._times(times.values.numpy(), begins, lengths))}
         return Batch(keys, inputs, weight=float(lengths.sum()))
+
+    def fingerprint(self) -> Fingerprint:
+        found: Fingerprint = {"part": self.part, "max_length": self.max_length, "random crop": self.is_random}
+        if self.is_random:
+            found["seed of the crop"] = self.seed
+        return fingerprint_of(self.rows) | found
 
     def _look_for_samples(self, first: int) -> bool:
         """From this position on through its epoch, until there is one: batches without any would come for ever."""

@@ -93,6 +93,19 @@ def test_batches_without_users(rows: ParquetData) -> None:
         assert batch.keys.keys() == {"history", "target", "negatives"}
 
 
+def test_a_state_of_other_samples_is_refused(rows: ParquetData) -> None:
+    state = Batches(UserHistories(rows, 4, crop="random", seed=1), 2).state()
+    Batches(UserHistories(rows, 4, crop="random", seed=1, negatives=Negatives(9)), 3, 1, 2).load_state(state)
+    for data, text in (
+        (UserHistories(rows, 5, crop="random", seed=1), "max_length was 4, is 5"),
+        (UserHistories(rows, 4, crop="random", seed=2), "seed of the crop was 1, is 2"),
+        (UserHistories(rows, 4, seed=1), "random crop was True, is False"),
+        (UserHistories(rows, 4, "test"), "part was train, is test"),
+    ):
+        with pytest.raises(ValueError, match=f"of another order of samples: .*{text}"):
+            Batches(data, 2).load_state(state)
+
+
 def test_each_item_needs_its_time(tmp_path: Path) -> None:
     columns = {"item": pa.array([[1, 2], [3, 4, 5]]), "time_seconds": pa.array([[1, 2], [3]])}
     data = ParquetData(write_parquet(tmp_path / "x.parquet", columns), SCHEMA, shuffle=False)
