@@ -14,7 +14,7 @@ from nestpipe.data.dataset import Batches
 from nestpipe.distributed import Channel, World
 from nestpipe.train.build import Run, build
 from nestpipe.train.build_data import corpus_size
-from nestpipe.train.build_files import skipped
+from nestpipe.train.build_files import evaluated_split, skipped
 from nestpipe.train.checkpoint import CheckpointError, read_data_state
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
@@ -89,6 +89,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         **times.fields,
         "spread": times.spread,
         "metrics": _last_metrics(config, this_run, result),
+        "split": evaluated_split(config),
         "published": _published(config),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
@@ -118,6 +119,7 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
         "metrics": _evaluate(config, this_run),
+        "split": evaluated_split(config),
         "published": _published(config),
         "config": to_toml(config),
     }
@@ -183,6 +185,12 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
             )
     if section.every == 0:
         return None
+    if config.chooses and evaluated_split(config) == "test":
+        raise ConfigError(
+            "evaluate.patience and checkpoint.best choose a model, but evaluate.split is 'test': its numbers would no "
+            "longer be those of a test. Leave evaluate.split out (validation), and evaluate the saved model on the "
+            "test: nestpipe evaluate FOLDER --set evaluate.split=test"
+        )
     if section.num_samples == 0:
         raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
     if this_run.held_out is None:
