@@ -6,6 +6,7 @@ the bad rows of a row group but not from its lists.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,8 +135,9 @@ def test_files_without_rows(values: list[object], tmp_path: Path) -> None:
     some = {"k": [1, 2], "v": pa.array(values), "w": [0, 1]}
     none = {"k": pa.array([], pa.int64()), "v": pa.array([], some["v"].type), "w": pa.array([], pa.int64())}
     paths = [write_parquet(tmp_path / "a.parquet", none), write_parquet(tmp_path / "b.parquet", some)]
+    schema = replace(INPUTS, weight="w")
     for skip_bad in (False, True):
-        data = ParquetData(paths, INPUTS, num_epochs=1, skip_bad=skip_bad)
+        data = ParquetData(paths, schema, num_epochs=1, skip_bad=skip_bad)
         assert (data.num_rows, data.skipped.num_rows) == (2, 0)
 
 
@@ -151,6 +153,17 @@ def test_the_form_of_an_input_is_that_of_all_files(tmp_path: Path) -> None:
                 "both": (dtype, (count, 3)),
                 "w": (torch.float32, (count,)),
             }
+
+
+def test_one_list_that_is_too_long(tmp_path: Path) -> None:
+    """It is the bad one. Fails if _width takes the longest."""
+    values = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0], None]
+    path = write_parquet(tmp_path / "a.parquet", {"k": [0, 1, 2, 3], "v": values, "w": [1] * 4})
+    data = ParquetData(path, INPUTS, shuffle=False, num_epochs=1, skip_bad=True)
+    assert data.samples(0, 2).inputs["v"].tolist() == values[:2]
+    assert (data.num_rows, data.skipped.num_rows) == (2, 2)
+    with pytest.raises(BadDataError, match=r"a.parquet, row group 0, row 2: column 'v' is a list of another length"):
+        ParquetData(path, INPUTS).samples(0, 1)
 
 
 def test_lists_that_are_otherwise_in_another_file(tmp_path: Path) -> None:
