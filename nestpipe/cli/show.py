@@ -20,6 +20,8 @@ MEANINGS = {
     "unattributed_ms": "not accounted for",
 }
 SKIPPED = {"files": "files that cannot be opened", "groups": "row groups that cannot be read", "rows": "rows"}
+SPLITS = {"test": "", "validation": ", not the test: nestpipe evaluate FOLDER --set evaluate.split=test"}
+"""of prepared data, and how to evaluate on the other one"""
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -42,6 +44,9 @@ def show_evaluation(result: Summary, console: Console) -> None:
 def _show_metrics(result: Summary, console: Console) -> None:
     """A column for each thing to compare with that there is."""
     metrics, published = result["metrics"], result["published"]
+    if result["split"] is not None:
+        line = f"evaluated on the {result['split']}{SPLITS[result['split']]}"
+        console.print(line, highlight=False, soft_wrap=True)
     if "mrr" in metrics:
         names = {f: f.replace("_at_", "@").upper() for f in metrics if "_at_" in f} | {"mrr": "MRR", "loss": "loss"}
         columns = {f"among {metrics['num_items']:,} items": metrics}

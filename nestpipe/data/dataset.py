@@ -3,15 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from nestpipe.data.batch import Batch
 
+Fingerprint = dict[str, str | int | bool]
+"""what the order of samples depends on, by name; large things by a hash"""
+
 
 class Dataset(Protocol):
-    """Samples in one order for all ranks. A sample depends on the seed and on its position alone."""
+    """Samples in one order for all ranks. A sample depends on the seed and on its position alone.
+
+    It may have a method `fingerprint() -> Fingerprint`, the same on all ranks: then a state is refused that was saved
+    with another order.
+    """
 
     @property
     def num_samples(self) -> int | None:
@@ -35,6 +42,15 @@ class FirstSamples(Dataset):
 
     def samples(self, first: int, count: int) -> Batch:
         return self.dataset.samples(first, count)
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self.dataset)
+
+
+def fingerprint_of(dataset: Dataset) -> Fingerprint:
+    """Empty: it has none."""
+    method: Callable[[], Fingerprint] | None = getattr(dataset, "fingerprint", None)
+    return {} if method is None else method()
 
 
 class Batches(Iterator[Batch]):
@@ -65,19 +81,38 @@ class Batches(Iterator[Batch]):
         self.position = _at_most(self.position + self.batch_size * self.world_size, end)
         return batch
 
-    def state(self) -> dict[str, int]:
-        """Where the next batch begins; the same on every rank."""
-        return {"position": self.position}
+    def state(self) -> dict[str, Any]:
+        """Where the next batch begins, and what order that is a position of; the same on every rank; fit for JSON."""
+        order = fingerprint_of(self.dataset)
+        return {"position": self.position, "order": order} if order else {"position": self.position}
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Goes on at a saved position; batch size and number of ranks may be others than when it was saved."""
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on at a saved position; batch size and number of ranks may be others than when it was saved.
+
+        A state that has the position alone is taken as one of this order.
+        """
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ValueError(f"the state of data must have a 'position', an integer of at least 0, got {dict(state)}")
         end = self.dataset.num_samples
         if end is not None and position > end:
             raise ValueError(f"the state of data has position {position}, but the dataset has {end} samples only")
+        _check_order(state.get("order"), fingerprint_of(self.dataset))
         self.position = position
+
+
+def _check_order(saved: object, here: Fingerprint) -> None:
+    if not saved or not here:
+        return
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state of data must have an 'order' that is a mapping, got {saved!r}")
+    names = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
+    if names:
+        differ = ", ".join(f"{name} was {saved.get(name)}, is {here.get(name)}" for name in names)
+        raise ValueError(
+            f"the state of data is of another order of samples: {differ}. Going on would train on some samples twice "
+            "and on others never; set back what differs, or, to begin anew with this data, load no state of data"
+        )
 
 
 def _at_most(position: int, end: int | None) -> int:

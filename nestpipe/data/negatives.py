@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, Fingerprint, fingerprint_of
 from nestpipe.data.draws import following, stream
 
 NEGATIVES_PER = ("position", "sample")
@@ -72,6 +72,9 @@ class WithNegatives(Dataset):
     @property
     def num_samples(self) -> int | None:
         return self.dataset.num_samples
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self.dataset)
 
     def samples(self, first: int, count: int) -> Batch:
         batch = self.dataset.samples(first, count)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
@@ -9,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, Fingerprint
+from nestpipe.data.input_forms import find_forms
 from nestpipe.data.order import SampleOrder, Window
 from nestpipe.data.read_ahead import ReadAhead
 from nestpipe.data.row_files import BadDataError, RowFile, UnreadableError, find_files, open_files, read_group
@@ -37,9 +39,10 @@ class ParquetData(Dataset):
     paths: files, folders, patterns; their order counts. The seed and the position of a sample say which row it is, as
     SampleOrder describes; without shuffle, rows come as they are in the files. num_epochs: None is endless.
 
-    Opening reads footers only. A row group is read when a sample of its window is needed, and the next window while
-    samples of this one are handed out; so at most three windows of decoded rows are in memory. With skip_bad, opening
-    reads everything once, and what cannot be read or is not what was declared is left out of the order: `skipped`.
+    Opening reads footers, and of inputs that are lists of any length those of one row group. A row group is read when a
+    sample of its window is needed, and the next window while samples of this one are handed out; so at most three
+    windows of decoded rows are in memory. With skip_bad, opening reads everything once, and what cannot be read or is
+    not what was declared is left out of the order: `skipped`.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ParquetData(Dataset):
             raise failures[0]
         for file, found in opened:
             schema.check(file.path, found)
+        self._forms = find_forms(opened, schema, skip_bad)
         self.files = [file for file, _ in opened]
         self._groups = [(file, group) for file in self.files for group in range(len(file.group_rows))]
         self._kept: dict[int, NDArray[np.int64]] = {}
@@ -97,7 +101,7 @@ class ParquetData(Dataset):
             which = "at least 0" if end is None else f"0 .. {end - 1}"
             raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
         if count == 0:
-            return to_batch(empty(self.schema))
+            return to_batch(empty(self.schema, self._forms))
         with self._lock:
             parts, position = [], first
             while position < first + count:
@@ -108,6 +112,18 @@ class ParquetData(Dataset):
                 position = until
             self._expect_next(first, count)
         return to_batch(join(parts))
+
+    def fingerprint(self) -> Fingerprint:
+        """Names of files, not of their folders: data may be moved."""
+        files, groups = blake2b(digest_size=16), blake2b(digest_size=16)
+        for file in self.files:
+            files.update(f"{file.path.name}\n".encode() + file.footer)
+        groups.update(self.order.group_rows.tobytes())
+        for number, kept in sorted(self._kept.items()):
+            groups.update(number.to_bytes(8, "little") + kept.tobytes())
+        found: Fingerprint = {"files": files.hexdigest(), "row groups": groups.hexdigest()}
+        found["shuffle"] = self.order.shuffle
+        return found | ({"seed": self.order.seed, "window": self.order.window} if self.order.shuffle else {})
 
     def _rows_of(self, window: Window) -> NDArray[np.int64]:
         if self._rows is None or self._rows[0] != window:
@@ -143,7 +159,7 @@ class ParquetData(Dataset):
         return rows
 
     def _decoded(self, file: RowFile, group: int) -> Rows:
-        return decode(read_group(file, group, self.schema.columns), self.schema)
+        return decode(read_group(file, group, self.schema.columns), self.schema, self._forms)
 
     def _skip(self, failures: list[UnreadableError], progress: Callable[[int, int], None] | None) -> Skipped:
         """Reads every row group; notes which rows stay, where not all do."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.row_files import BadDataError
+from nestpipe.data.input_forms import Forms
 from nestpipe.data.schema import WEIGHT, Schema, is_list
 
 if TYPE_CHECKING:
@@ -69,14 +69,15 @@ class Rows:
         return Rows(len(rows), keys, {name: values.take(rows, axis=0) for name, values in self.inputs.items()})
 
 
-def decode(table: "pa.Table", schema: Schema) -> Rows:
+def decode(table: "pa.Table", schema: Schema, forms: Forms) -> Rows:
     """What the schema says of a row group."""
     rows = Rows(table.num_rows)
     for name, column in schema.key_columns.items():
         rows.keys[name] = _keys(rows, column, _array(table, column), schema.num_keys.get(name))
     for name, columns in schema.input_columns.items():
-        parts = [_numbers(rows, column, _array(table, column)) for column in columns]
-        rows.inputs[name] = parts[0] if isinstance(schema.inputs[name], str) else _side_by_side(parts)
+        parts = [_numbers(rows, column, _array(table, column), forms.widths.get(column)) for column in columns]
+        whole = parts[0] if isinstance(schema.inputs[name], str) else _side_by_side(parts)
+        rows.inputs[name] = whole.astype(forms.dtypes[name], copy=False)
     for name, column in schema.label_columns.items():
         rows.inputs[name] = _numbers(rows, column, _array(table, column)).astype(np.float32, copy=False)
     if schema.weight is not None:
@@ -91,7 +92,7 @@ def join(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     keys = {name: _joined([part.keys[name] for part in parts]) for name in parts[0].keys}
-    inputs = {name: _stacked(name, [part.inputs[name] for part in parts]) for name in parts[0].inputs}
+    inputs = {name: np.concatenate([part.inputs[name] for part in parts]) for name in parts[0].inputs}
     return Rows(sum(part.num_rows for part in parts), keys, inputs)
 
 
@@ -102,12 +103,13 @@ def to_batch(rows: Rows) -> Batch:
     return Batch({name: lists.jagged() for name, lists in rows.keys.items()}, inputs, weight)
 
 
-def empty(schema: Schema) -> Rows:
+def empty(schema: Schema, forms: Forms) -> Rows:
+    """No rows, of the types and widths of others."""
     keys = {name: Lists(np.empty(0, np.int64)) for name in schema.key_columns}
-    inputs: dict[str, Array] = {
-        name: np.empty(0 if isinstance(schema.inputs[name], str) else (0, len(columns)), np.float32)
-        for name, columns in schema.input_columns.items()
-    }
+    inputs: dict[str, Array] = {}
+    for name, columns in schema.input_columns.items():
+        is_flat = isinstance(schema.inputs[name], str) and columns[0] not in forms.widths
+        inputs[name] = np.empty(0 if is_flat else (0, forms.width(columns)), forms.dtypes[name])
     numbers = [*schema.label_columns, *([] if schema.weight is None else [WEIGHT])]
     return Rows(0, keys, inputs | {name: np.empty(0, np.float32) for name in numbers})
 
@@ -129,21 +131,10 @@ def _offsets_of(lengths: Array) -> Array:
 
 
 def _side_by_side(parts: Sequence[Array]) -> Array:
-    return np.concatenate([part.reshape(len(part), -1) for part in _same_type(parts)], axis=1)
-
-
-def _stacked(name: str, parts: Sequence[Array]) -> Array:
-    widths = {part.shape[1:] for part in parts}
-    if len(widths) > 1:
-        raise BadDataError(f"the lists of input {name!r} have other lengths in other row groups: {sorted(widths)}")
-    return np.concatenate(_same_type(parts))
-
-
-def _same_type(parts: Sequence[Array]) -> Sequence[Array]:
     """Integers among floats become floats."""
-    if all(part.dtype == parts[0].dtype for part in parts):
-        return parts
-    return [part.astype(np.float32, copy=False) for part in parts]
+    if any(part.dtype != parts[0].dtype for part in parts):
+        parts = [part.astype(np.float32, copy=False) for part in parts]
+    return np.concatenate([part if part.ndim > 1 else part[:, None] for part in parts], axis=1)
 
 
 def _array(table: "pa.Table", column: str) -> Any:
@@ -193,19 +184,22 @@ def _integers(values: Any) -> Array:
     return np.asarray(values.cast(pa.int64()))
 
 
-def _numbers(rows: Rows, column: str, array: Any) -> Array:
-    """[n], or [n, k] of lists; int64 or float32."""
+def _numbers(rows: Rows, column: str, array: Any, width: int | None = None) -> Array:
+    """[n], or [n, width] of lists; int64 or float32."""
     import pyarrow as pa
 
     shape: tuple[int, ...] = (rows.num_rows,)
-    if is_list(array.type):
-        array, shape = _even_lists(rows, column, array)
+    if width is not None:
+        array, shape = _even_lists(rows, column, array, width), (rows.num_rows, width)
     if array.null_count:
         is_null = array.is_null().to_numpy(zero_copy_only=False)
         _note(rows, is_null.reshape(shape), column, "is null, but only keys may be")
         array = array.fill_null(False if pa.types.is_boolean(array.type) else 0)
     if pa.types.is_integer(array.type):
-        return _integers(array).reshape(shape)
+        integers = _integers(array).reshape(shape)
+        if array.type == pa.uint64():
+            _note(rows, integers < 0, column, "is above 2^63 - 1, which only keys may be")
+        return integers
     values: Array = array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(shape)
     is_finite = np.isfinite(values)
     if not is_finite.all():
@@ -213,23 +207,25 @@ def _numbers(rows: Rows, column: str, array: Any) -> Array:
     return values
 
 
-def _even_lists(rows: Rows, column: str, array: Any) -> tuple[Any, tuple[int, ...]]:
-    """All lists as long as the longest; others are noted, and filled up with zeros."""
-    lengths = np.diff(_offsets(array))
-    width = int(lengths.max(initial=0))
-    _note(rows, lengths != width, column, f"is a list of another length than {width}; all of an input must be as long")
-    flat = array.flatten()
-    if bool((lengths != width).any()):
-        where = np.full(len(lengths) * width, -1, np.int64)
-        where[(np.arange(width) < lengths[:, None]).ravel()] = np.arange(len(flat))
-        import pyarrow as pa
+def _even_lists(rows: Rows, column: str, array: Any, width: int) -> Any:
+    """The elements of lists of this length. Others are noted, and cut off or filled up with nulls."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
-        flat = flat.take(pa.array(where, mask=where < 0)).fill_null(0)
-    return flat, (len(lengths), width)
+    lengths = pc.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
+    flat = array.flatten()
+    flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+    is_other = lengths != width
+    if not is_other.any():
+        return flat
+    _note(rows, is_other, column, f"is a list of another length than {width}; all of an input must be as long")
+    places = np.arange(width)
+    where = _offsets_of(lengths.clip(min=0))[:-1, None] + places
+    return flat.take(pa.array(where.ravel(), mask=(places >= lengths[:, None]).ravel()))
 
 
 def _note(rows: Rows, is_bad: Array, column: str, what: str) -> None:
-    of_rows = is_bad.reshape(len(is_bad), -1).max(axis=1, initial=False)
+    of_rows = is_bad if is_bad.ndim == 1 else is_bad.any(axis=1)
     for row in np.flatnonzero(of_rows).tolist():
         rows.bad.setdefault(row, f"column {column!r} {what}")
 

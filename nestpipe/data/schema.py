@@ -23,10 +23,11 @@ class Schema:
 
     keys: columns of integers, or lists of integers, which become jagged. A number is a list of one; null is no key.
     inputs: a column of numbers, [n], or of lists that all have the same length k, [n, k]; or a list of columns, which
-    come side by side, [n, k]. Integers stay int64, anything else becomes float32. labels: numbers, as float32. weight:
+    come side by side, [n, k]. An input is int64 if its columns are integers in all files, else float32; k is that of a
+    type of fixed-size lists, else the most frequent length in the first row group. labels: numbers, as float32. weight:
     of each sample, a number of at least 0; it becomes the input `weight`, and the weight of a batch is their sum.
-    num_keys: features whose keys must be 0 .. number - 1. In inputs, labels and weights, null, nan and infinity are
-    refused.
+    num_keys: features whose keys must be 0 .. number - 1. In inputs, labels and weights, null, nan, infinity and
+    unsigned integers above 2^63 - 1 are refused.
     """
 
     keys: Names
@@ -97,7 +98,7 @@ def _by_name(names: Names) -> dict[str, str]:
 def _check_keys(path: Path, name: str, column: str, found: Any) -> None:
     import pyarrow.types as types
 
-    if not types.is_integer(_element(found)):
+    if not types.is_integer(element(found)):
         raise BadDataError(
             f"{path}: column {column!r} is declared as keys of {name!r}, which must be integers or lists of integers, "
             f"but it has type {found}; hash or number the values when the file is written"
@@ -107,7 +108,7 @@ def _check_keys(path: Path, name: str, column: str, found: Any) -> None:
 def _check_numbers(path: Path, what: str, column: str, found: Any, lists: bool = False) -> None:
     import pyarrow.types as types
 
-    kind = _element(found) if lists else found
+    kind = element(found) if lists else found
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         raise BadDataError(f"{path}: column {column!r} is declared as {what}, which must be numbers, but is {found}")
 
@@ -118,7 +119,7 @@ def is_list(found: Any) -> bool:
     return bool(types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found))
 
 
-def _element(found: Any) -> Any:
+def element(found: Any) -> Any:
     """The type of a list's elements, or the type itself; dictionary-encoded values have their own."""
     import pyarrow.types as types
 

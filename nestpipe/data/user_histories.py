@@ -5,14 +5,18 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, Fingerprint, fingerprint_of
 from nestpipe.data.draws import stream
 from nestpipe.data.negatives import Negatives
+from nestpipe.data.row_files import BadDataError
 
 HELD_OUT_ITEMS = {"train": 2, "validation": 1, "test": 0}
 """items at the end of each history that a part does not see; the item before them is its last target"""
 Numbers = NDArray[np.int64]
 CROPS = ("last", "random")
+LEAST_ITEMS = 2
+"""that a part must have of a user: one to predict from, one to predict"""
+ROWS_A_LOOK = 4096
 
 
 class UserHistories(Dataset):
@@ -21,7 +25,8 @@ class UserHistories(Dataset):
     Of each user the last item is the target of the part "test", the one before it that of "validation", and the rest is
     the part "train". A history has at most max_length items: the last ones before the target. Of longer ones, crop
     "random" trains on any max_length + 1 items in a row instead, another stretch in each epoch: which one depends on
-    the seed and the sample's position. Users with fewer than two items in a part are left out of the batch.
+    the seed and the sample's position. Users with fewer than two items in a part are left out of the batch; if that is
+    every user of an epoch, it is an error, found at the first batch without a sample.
 
     rows: a dataset with two features, the items and their times in seconds, as lists of the same lengths. The weight of
     a batch is the number of items in its histories.
@@ -52,6 +57,8 @@ class UserHistories(Dataset):
         self.negatives = negatives
         self.item = item
         self.time = time
+        self._has_samples = False
+        """whether a user with enough items was met"""
 
     @property
     def num_samples(self) -> int | None:
@@ -63,7 +70,9 @@ class UserHistories(Dataset):
         offsets, num_items = items.offsets.numpy(), items.lengths.numpy()
         self._check(first, num_items, times.lengths.numpy())
         num_seen = num_items - HELD_OUT_ITEMS[self.part]
-        kept = np.flatnonzero(num_seen >= 2)
+        kept = np.flatnonzero(num_seen >= LEAST_ITEMS)
+        if count > 0 and not self._has_samples:
+            self._has_samples = len(kept) > 0 or self._look_for_samples(first)
         positions, num_seen = first + kept, num_seen[kept]
         lengths = np.minimum(num_seen - 1, self.max_length)
         begins = offsets[:-1][kept] + self._starts(positions, num_seen - 1 - lengths)
@@ -74,6 +83,30 @@ class UserHistories(Dataset):
             keys["negatives"] = self.negatives.draw(positions, history)
         inputs = {"times": torch.from_numpy(self._times(times.values.numpy(), begins, lengths))}
         return Batch(keys, inputs, weight=float(lengths.sum()))
+
+    def fingerprint(self) -> Fingerprint:
+        found: Fingerprint = {"part": self.part, "max_length": self.max_length, "random crop": self.is_random}
+        if self.is_random:
+            found["seed of the crop"] = self.seed
+        return fingerprint_of(self.rows) | found
+
+    def _look_for_samples(self, first: int) -> bool:
+        """From this position on through its epoch, until there is one: batches without any would come for ever."""
+        num_rows: int | None = getattr(self.rows, "num_rows", self.rows.num_samples)
+        if num_rows is None:
+            return False  # endless data without epochs: nobody knows what is still to come
+        needed = HELD_OUT_ITEMS[self.part] + LEAST_ITEMS
+        begin = first - first % num_rows
+        for at, end in ((first, begin + num_rows), (begin, first)):
+            for position in range(at, end, ROWS_A_LOOK):
+                items = self.rows.samples(position, min(ROWS_A_LOOK, end - position)).keys[self.item]
+                if bool((items.lengths >= needed).any()):
+                    return True
+        raise BadDataError(
+            f"none of the {num_rows} users has the {needed} items that part {self.part!r} needs: the last "
+            f"{needed - LEAST_ITEMS} of each are held out, and {LEAST_ITEMS} must be left, one to predict from and one "
+            "to predict; take data with longer histories, or prepare it with a filter that keeps users with more items"
+        )
 
     def _check(self, first: int, num_items: Numbers, num_times: Numbers) -> None:
         differs = np.flatnonzero(num_items != num_times)

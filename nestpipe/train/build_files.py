@@ -82,11 +82,20 @@ def held_out_files(config: Config) -> Dataset | None:
     options = {**_options(config), "shuffle": False, "window": 1, "num_epochs": 1}
     if data.kind == "parquet":
         return ParquetData(data.held_out, _schema(config), **options) if data.held_out else None
-    found, split = prepared(config), config.evaluate.split
+    found, split = prepared(config), evaluated_split(config)
+    assert split is not None
     if data.kind in PREPARED_CLICKS:
-        return found.clicks(split or "validation", **options)
+        return found.clicks(split, **options)
     negatives = _negatives(config, found)
-    return found.histories(split or "test", config.model.max_length, negatives=negatives, **options)
+    return found.histories(split, config.model.max_length, negatives=negatives, **options)
+
+
+def evaluated_split(config: Config) -> str | None:
+    """Of prepared data. A test by which the model was chosen would be none; None: the data has no splits."""
+    if config.data.kind not in PREPARED:
+        return None
+    is_test = config.data.kind in PREPARED_HISTORIES and not config.chooses
+    return config.evaluate.split or ("test" if is_test else "validation")
 
 
 def skipped(dataset: Dataset) -> Skipped | None:

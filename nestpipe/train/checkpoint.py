@@ -50,6 +50,8 @@ def save(trainer: "Trainer", path: Path) -> None:
         checksums["dense.pt"] = _write(staging / "dense.pt", dense)
         manifest = _description(trainer.tables, trainer.seed, world)
         manifest |= {"num_steps": trainer.num_steps, "seed": trainer.seed, "recipe": trainer.recipe}
+        if trainer.data_state is not None:
+            manifest["data"] = dict(trainer.data_state())
         (staging / "manifest.json").write_text(json.dumps(manifest | {"checksums": checksums}, indent=2))
         if path.exists():
             shutil.rmtree(previous, ignore_errors=True)
@@ -118,6 +120,17 @@ def read_recipe(path: Path) -> tuple[str, int]:
     if recipe is None:
         raise CheckpointError(f"{path} was saved without a recipe, by a program of its own; evaluate it from there")
     return recipe, world_size
+
+
+def read_data_state(path: Path) -> dict[str, Any] | None:
+    """Of the data after the last trained batch; None: it was not saved with the model."""
+    try:
+        state = _read_manifest(path).get("data")
+        if state is not None and not isinstance(state, dict):
+            raise ValueError(f"the state of data in {path / 'manifest.json'} is {state!r}, no mapping")
+        return state
+    except Exception as error:
+        raise CheckpointError(f"loading {path} failed: {error}") from error
 
 
 def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostStore, dict[str, Any]]:

@@ -222,7 +222,9 @@ class EvaluateSection:
     num_samples: int = key(65536, "held-out samples; 0: no evaluation", at_least=0)
     batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
     split: str | None = key(
-        None, "of prepared data; not set: test of histories, validation of clicks", choices=("validation", "test")
+        None,
+        "of prepared data; not set: validation, or test of histories where no evaluation chooses a model",
+        choices=("validation", "test"),
     )
     every: int = key(0, "steps between evaluations while training; 0: only at the end", at_least=0)
     metric: str = key("loss", "the number of an evaluation that patience and checkpoint.best go by")
@@ -275,6 +277,11 @@ class Config:
     published: PublishedSection = PublishedSection()
     logging: LoggingSection = LoggingSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def chooses(self) -> bool:
+        """Whether evaluations while training decide which model the run ends with, or keeps."""
+        return self.evaluate.patience > 0 or self.checkpoint.best is not None
 
     def resolved(self, ranks_on_host: int, cores: int) -> "Config":
         """With what the bits of a run depend on, so that it is saved with it: threads, device, the row optimizer."""

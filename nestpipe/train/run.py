@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Jagged
+from nestpipe.data.dataset import Batches
 from nestpipe.distributed import Channel, World
 from nestpipe.train.build import Run, build
 from nestpipe.train.build_data import corpus_size
-from nestpipe.train.build_files import skipped
+from nestpipe.train.build_files import evaluated_split, skipped
+from nestpipe.train.checkpoint import CheckpointError, read_data_state
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
@@ -69,7 +71,8 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
     trainer = this_run.trainer
     if config.checkpoint.load is not None:
         trainer.load(config.checkpoint.load)
-        this_run.batches.load_state({"position": trainer.num_steps * config.train.batch_size * world.size})
+        _go_on(this_run, Path(config.checkpoint.load))
+    trainer.data_state = _state_after(trainer, this_run.batches)
     result = FitResult(spans=[] if trace_path is not None else None)
     _train(config, this_run, after_step, result, validation)
     if trace_path is not None and result.spans is not None:
@@ -86,6 +89,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         **times.fields,
         "spread": times.spread,
         "metrics": _last_metrics(config, this_run, result),
+        "split": evaluated_split(config),
         "published": _published(config),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
@@ -115,6 +119,7 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
         "metrics": _evaluate(config, this_run),
+        "split": evaluated_split(config),
         "published": _published(config),
         "config": to_toml(config),
     }
@@ -129,6 +134,30 @@ def _start(config: Config, world: World) -> Run:
     this_run = build(config, world)
     this_run.trainer.recipe = to_toml(config)
     return this_run
+
+
+def _go_on(this_run: Run, checkpoint: Path) -> None:
+    """After the last trained batch. A checkpoint without a state of data is taken to have had this batch size."""
+    batches = this_run.batches
+    saved = read_data_state(checkpoint)
+    position = this_run.trainer.num_steps * batches.batch_size * batches.world_size
+    try:
+        batches.load_state(saved if saved is not None else {"position": position})
+    except ValueError as error:
+        raise CheckpointError(f"going on from {checkpoint} failed: {error}") from error
+
+
+def _state_after(trainer: Trainer, batches: Batches) -> Callable[[], dict[str, Any]]:
+    """Of the batches trained so far, steps or not: more may have been pulled already."""
+    first, num_before = batches.position, trainer.num_steps + trainer.num_skipped
+
+    def state() -> dict[str, Any]:
+        num_batches = trainer.num_steps + trainer.num_skipped - num_before
+        position = first + num_batches * batches.batch_size * batches.world_size
+        end = batches.dataset.num_samples
+        return {**batches.state(), "position": position if end is None else min(position, end)}
+
+    return state
 
 
 def _train(
@@ -156,6 +185,12 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
             )
     if section.every == 0:
         return None
+    if config.chooses and evaluated_split(config) == "test":
+        raise ConfigError(
+            "evaluate.patience and checkpoint.best choose a model, but evaluate.split is 'test': its numbers would no "
+            "longer be those of a test. Leave evaluate.split out (validation), and evaluate the saved model on the "
+            "test: nestpipe evaluate FOLDER --set evaluate.split=test"
+        )
     if section.num_samples == 0:
         raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
     if this_run.held_out is None:

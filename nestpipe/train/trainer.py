@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,11 @@ class Trainer:
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.recipe: str | None = None
         """saved with the model, for those who read it"""
+        self.data_state: Callable[[], Mapping[str, Any]] | None = None
+        """gives the state of the data after the batches trained so far, to be saved with the model"""
         self.num_steps = 0
+        self.num_skipped = 0
+        """batches of weight 0 that this object was given: they are no steps, but the data goes on"""
         self.store = make_store(self.tables, seed, num_threads)
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
@@ -157,7 +161,7 @@ class Trainer:
         if self.check_split:
             check = SplitCheck(self.model, self.features, self.store, self._num_micro_batches, self._clustering)
             check.first_batch(source, steps)
-        num_before = self.num_steps
+        num_before, num_skipped = self.num_steps, self.num_skipped
         self._pipeline = pipeline = Pipeline(
             self.features,
             BatchReader(source),
@@ -177,6 +181,7 @@ class Trainer:
                     else:
                         result.losses.append(float(loss))
                     self.num_steps = num_before + pipeline.num_applied
+                    self.num_skipped = num_skipped + pipeline.num_skipped
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
                         if self._is_stopped_by(due, result):
@@ -188,6 +193,7 @@ class Trainer:
             self._pipeline = None
             self._is_torn = pipeline.is_torn
             self.num_steps = num_before + pipeline.num_applied
+            self.num_skipped = num_skipped + pipeline.num_skipped
             _move(pipeline.losses, result.losses)
             result.num_skipped += pipeline.num_skipped
             _add_memory(result, pipeline)

@@ -43,6 +43,7 @@ def test_a_recipe_on_prepared_data(tmp_path: Path) -> None:
     done = nestpipe("train", recipe, settings=("train.steps=2", f"data.path={folder}", "data.skip_bad=true"))
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in ("60 held-out samples", "among 50 items", "published"))
+    assert "evaluated on the test\n" in done.stdout
     assert re.search(r"HR@10 .* 0\.\d{4} .* 0\.3097 ", done.stdout)
     assert re.search(r"NDCG@10 .* 0\.\d{4} .* 0\.1720 ", done.stdout)
     assert "left out of the data for training: 0 files that cannot be opened, 0 row groups" in done.stdout

@@ -6,12 +6,14 @@ the bad rows of a row group but not from its lists.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from nestpipe.data import ParquetData, Schema
 from nestpipe.data.dataset import Batches
@@ -80,6 +82,24 @@ ROWS = {
         [1, 3],
         "'v' is a list of another length than 2",
     ),
+    "longer": (
+        Schema(keys=["k"], inputs={"v": "v"}),
+        pa.array([[1, 2], [3, 4], [4, 5, 6, 7], [1, 1], [6, None]]),
+        [2, 4],
+        "'v' is a list of another length than 2",
+    ),
+    "unsigned": (
+        Schema(keys=["k"], inputs={"v": "v"}),
+        pa.array([1, 2**63 - 1, 2**63, 2**64 - 1, 0], pa.uint64()),
+        [2, 3],
+        r"'v' is above 2\^63 - 1, which only keys may be",
+    ),
+    "unsigned label": (
+        Schema(keys=["k"], labels=["v"]),
+        pa.array([1, 0, 1, 2**63, 0], pa.uint64()),
+        [3],
+        r"'v' is above 2\^63 - 1, which only keys may be",
+    ),
     "label": (Schema(keys=["k"], labels=["v"]), pa.array([1, 0, None, 1, 0]), [2], "'v' is null"),
     "weight": (Schema(keys=["k"], weight="v"), pa.array([1, 0, 1, -1, 2]), [3], "'v' is below 0"),
 }
@@ -104,6 +124,61 @@ def test_bad_rows(case: str, tmp_path: Path) -> None:
     else:
         kept = [key for row in [0, 0, *stay] for key in _as_list(values[row].as_py())]
         assert batch.keys["v"].values.tolist() == kept
+
+
+INPUTS = Schema(keys=["k"], inputs={"v": "v", "both": ["v", "w"]}, labels=["w"])
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [[1.0, 2.0], [3.0, 4.0]]])
+def test_files_without_rows(values: list[object], tmp_path: Path) -> None:
+    """Fails if _note or _side_by_side reshapes to (0, -1)."""
+    some = {"k": [1, 2], "v": pa.array(values), "w": [0, 1]}
+    none = {"k": pa.array([], pa.int64()), "v": pa.array([], some["v"].type), "w": pa.array([], pa.int64())}
+    paths = [write_parquet(tmp_path / "a.parquet", none), write_parquet(tmp_path / "b.parquet", some)]
+    schema = replace(INPUTS, weight="w")
+    for skip_bad in (False, True):
+        data = ParquetData(paths, schema, num_epochs=1, skip_bad=skip_bad)
+        assert (data.num_rows, data.skipped.num_rows) == (2, 0)
+
+
+def test_the_form_of_an_input_is_that_of_all_files(tmp_path: Path) -> None:
+    """In any window, and in an empty batch. Fails if decode leaves the type of a row group as it is."""
+    integers = write_parquet(tmp_path / "a.parquet", {"k": [1, 2], "v": [[1, 2], [3, 4]], "w": [0, 1]})
+    floats = write_parquet(tmp_path / "b.parquet", {"k": [3], "v": [[0.5, 1.0]], "w": [1]})
+    for paths, dtype in (([integers], torch.int64), ([integers, floats], torch.float32)):
+        for window, count in ((1, 2), (2, 2), (1, 0)):
+            batch = ParquetData(paths, INPUTS, shuffle=False, num_epochs=1, window=window).samples(0, count)
+            assert {name: (x.dtype, x.shape) for name, x in batch.inputs.items()} == {
+                "v": (dtype, (count, 2)),
+                "both": (dtype, (count, 3)),
+                "w": (torch.float32, (count,)),
+            }
+
+
+def test_one_list_that_is_too_long(tmp_path: Path) -> None:
+    """It is the bad one. Fails if _width takes the longest."""
+    values = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0], None]
+    path = write_parquet(tmp_path / "a.parquet", {"k": [0, 1, 2, 3], "v": values, "w": [1] * 4})
+    data = ParquetData(path, INPUTS, shuffle=False, num_epochs=1, skip_bad=True)
+    assert data.samples(0, 2).inputs["v"].tolist() == values[:2]
+    assert (data.num_rows, data.skipped.num_rows) == (2, 2)
+    with pytest.raises(BadDataError, match=r"a.parquet, row group 0, row 2: column 'v' is a list of another length"):
+        ParquetData(path, INPUTS).samples(0, 1)
+
+
+def test_lists_that_are_otherwise_in_another_file(tmp_path: Path) -> None:
+    first = write_parquet(tmp_path / "a.parquet", {"k": [1, 2], "v": [[1.0, 2.0], [1.0, 2.0]], "w": [0, 1]})
+    wider = write_parquet(tmp_path / "b.parquet", {"k": [3], "v": [[1.0, 2.0, 3.0]], "w": [1]})
+    plain = write_parquet(tmp_path / "c.parquet", {"k": [3], "v": [1.0], "w": [1]})
+    with pytest.raises(BadDataError, match=r"b.parquet, row group 0, row 0: column 'v' is a list of another length"):
+        ParquetData([first, wider], INPUTS, shuffle=False).samples(0, 3)
+    assert ParquetData([first, wider], INPUTS, skip_bad=True).skipped.num_rows == 1
+    with pytest.raises(BadDataError, match=r"'v' is declared .* has lists in .*a.parquet and numbers in .*c.parquet"):
+        ParquetData([first, plain], INPUTS)
+    fixed = pa.array([[1.0, 2.0, 3.0]], pa.list_(pa.float32(), 3))  # the type says how long they must be
+    declared = write_parquet(tmp_path / "d.parquet", {"k": [3], "v": fixed, "w": [1]})
+    data = ParquetData([first, declared], INPUTS, skip_bad=True, num_epochs=1)
+    assert data.samples(0, 1).inputs["v"].tolist() == [[1.0, 2.0, 3.0]]
 
 
 def _as_list(value: object) -> list[object]:

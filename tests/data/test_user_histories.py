@@ -93,6 +93,19 @@ def test_batches_without_users(rows: ParquetData) -> None:
         assert batch.keys.keys() == {"history", "target", "negatives"}
 
 
+def test_a_state_of_other_samples_is_refused(rows: ParquetData) -> None:
+    state = Batches(UserHistories(rows, 4, crop="random", seed=1), 2).state()
+    Batches(UserHistories(rows, 4, crop="random", seed=1, negatives=Negatives(9)), 3, 1, 2).load_state(state)
+    for data, text in (
+        (UserHistories(rows, 5, crop="random", seed=1), "max_length was 4, is 5"),
+        (UserHistories(rows, 4, crop="random", seed=2), "seed of the crop was 1, is 2"),
+        (UserHistories(rows, 4, seed=1), "random crop was True, is False"),
+        (UserHistories(rows, 4, "test"), "part was train, is test"),
+    ):
+        with pytest.raises(ValueError, match=f"of another order of samples: .*{text}"):
+            Batches(data, 2).load_state(state)
+
+
 def test_each_item_needs_its_time(tmp_path: Path) -> None:
     columns = {"item": pa.array([[1, 2], [3, 4, 5]]), "time_seconds": pa.array([[1, 2], [3]])}
     data = ParquetData(write_parquet(tmp_path / "x.parquet", columns), SCHEMA, shuffle=False)
@@ -149,3 +162,25 @@ def test_items_outside_the_corpus_are_refused(tmp_path: Path) -> None:
     kept = np.concatenate([batch.keys["item"].values.numpy() for batch in Batches(data, 16)])
     assert kept.max() == 48
     assert data.skipped.num_rows + data.num_rows == 60
+
+
+@pytest.mark.parametrize("num_epochs", [None, 2])
+def test_no_user_with_enough_items(num_epochs: int | None, tmp_path: Path) -> None:
+    """Fails, by training for ever, without _look_for_samples; and if it asks for one user too many or too few."""
+    lists = [[7, 8, 9]] * 50
+    path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
+    rows = ParquetData(path, SCHEMA, num_epochs=num_epochs, window=1)
+    batches = Batches(UserHistories(rows, 4), 4, rank=1, world_size=2)
+    with pytest.raises(BadDataError, match="none of the 50 users has the 4 items that part 'train' needs: the last 2"):
+        next(batches)
+    assert len(UserHistories(rows, 4, "validation").samples(0, 4)) == 4
+
+
+def test_one_user_with_enough_items(tmp_path: Path) -> None:
+    """Wherever it is: batches before and after it are empty, and no error."""
+    lists = [[7, 8, 9]] * 50 + [[1, 2, 3, 4]] + [[1]] * 9
+    path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
+    for position in (0, 44, 55):
+        data = UserHistories(ParquetData(path, SCHEMA, num_epochs=1, shuffle=False, window=1), 4)
+        assert len(data.samples(position, 4)) == 0
+    assert sum(map(len, Batches(data, 7))) == 1

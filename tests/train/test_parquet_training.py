@@ -3,6 +3,7 @@
 Fails, for example, if run() goes on at a position counted in batches, or if training_files leaves out the seed.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nestpipe.distributed import RankError, World
+from nestpipe.train.checkpoint import CheckpointError
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import parse_config
 from nestpipe.train.config_value import ConfigError
@@ -96,6 +98,25 @@ def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert evaluate_saved(config, World(), tmp_path / "model")["metrics"] == first["metrics"]
     with pytest.raises(ConfigError, match=r"nothing to evaluate on; --set data.held_out="):
         evaluate_saved(recipe(folder), World(), tmp_path / "model")
+
+
+def test_goes_on_with_another_order(folder: Path, tmp_path: Path) -> None:
+    """Refused; with another batch size it goes on behind the last sample. Fails if run multiplies num_steps by it."""
+
+    def trained(steps: int, batch_size: int, *lines: str, **data: int) -> Summary:
+        config = recipe(folder, "[checkpoint]", *lines, batch_size=batch_size)
+        return run(
+            replace(config, train=replace(config.train, steps=steps), data=replace(config.data, **data)), World()
+        )
+
+    trained(3, 20, f'dir = "{tmp_path}/model"')
+    load = f'load = "{tmp_path}/model"'
+    with pytest.raises(CheckpointError, match=r"going on .* another order of samples: seed was 4, is 5\. Going on"):
+        trained(4, 20, load, seed=5)
+    with pytest.raises(CheckpointError, match="another order of samples: window was 3, is 2"):
+        trained(4, 20, load, window=2)
+    trained(5, 10, load, f'dir = "{tmp_path}/other"', num_threads=2)
+    assert json.loads((tmp_path / "other" / "manifest.json").read_text())["data"]["position"] == 80
 
 
 def test_the_data_ends(folder: Path) -> None:

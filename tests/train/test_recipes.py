@@ -3,12 +3,15 @@
 Fails, for example, if build_model mixes up dim_qk and dim_v, or if table_sections leaves out num_keys.
 """
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from nestpipe.cli.show import show_summary
 from nestpipe.data.histories import HistoryShape
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import Adam
@@ -16,10 +19,11 @@ from nestpipe.models import DLRM, HSTU, FuXi
 from nestpipe.store.init import TruncatedNormal
 from nestpipe.train.build import build
 from nestpipe.train.build_data import build_histories
+from nestpipe.train.build_files import evaluated_split
 from nestpipe.train.config import PREPARED_CLICKS, PREPARED_HISTORIES, Config, HistoriesSection, TableSection
 from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
-from nestpipe.train.run import run
+from nestpipe.train.run import evaluate_saved, run
 from tests.files import write_clicks, write_histories
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -192,3 +196,31 @@ def test_tables_of_histories() -> None:
     config = replace(recipe("hstu-histories"), tables=(TableSection("items"),))
     with pytest.raises(ConfigError, match="'items', which is no table of the data 'histories'; did you mean item"):
         build(config, World())
+
+
+def test_a_model_is_not_chosen_by_the_test(folders: Path, tmp_path: Path) -> None:
+    """Fails if evaluated_split does not ask whether the run chooses; the saved model can be evaluated on either."""
+    path = f"data.path={folders / 'movielens-1m'}"
+    every, best = "evaluate.every=1", f"checkpoint.best={tmp_path / 'best'}"
+    for settings in ((every, "evaluate.patience=1"), (every, best)):
+        with pytest.raises(ConfigError, match=r"choose a model, but evaluate.split is 'test'.* Leave"):
+            run(small_recipe(path, *settings, "evaluate.split=test"), World())
+    chosen = run(small_recipe(path, every, best), World())
+    assert chosen["split"] == "validation"
+    validation, test = (
+        evaluate_saved(small_recipe(path, every, best, *split), World(), tmp_path / "best")
+        for split in ((), ("evaluate.split=test",))
+    )
+    assert (validation["split"], test["split"]) == ("validation", "test")
+    assert validation["metrics"]["loss"] == chosen["validations"][0]["loss"]
+    assert validation["metrics"] != test["metrics"]
+    assert evaluated_split(small_recipe(path, every)) == "test"
+    shown = io.StringIO()
+    show_summary(chosen, Console(file=shown, width=120))
+    assert "evaluated on the validation, not the test: nestpipe evaluate FOLDER" in shown.getvalue()
+
+
+def small_recipe(*settings: str) -> Config:
+    model = ("model.num_layers=1", "model.num_negatives=4", "model.dim=8", "model.dim_qk=4", "model.dim_v=4")
+    small = ("model.max_length=8", "train.batch_size=16", "train.steps=1", "store.num_threads=1")
+    return recipe("hstu-ml-1m", *model, *small, "runtime.dense_threads=1", *settings)
