@@ -17,8 +17,6 @@ from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
-from nestpipe.bench import prepare as prepare_bench
-from nestpipe.bench import reader as reader_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.hosts import check_possible
@@ -111,6 +109,8 @@ def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
 @app.command()
 def reader(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The loader on one core against what training consumes: clicks for the demo, histories for an HSTU recipe."""
+    from nestpipe.bench import reader as reader_bench  # pyarrow is imported where it is used
+
     _run("reader", lambda: reader_bench.records(quick), path, quick, check)
 
 
@@ -128,6 +128,8 @@ def prepare(
     check: Check = False,
 ) -> None:
     """`nestpipe data prepare` on logs like KuaiRand's: speed against merely reading them, memory, killed runs."""
+    from nestpipe.bench import prepare as prepare_bench  # pyarrow is imported where it is used
+
     _run("prepare", lambda: prepare_bench.records(num_rows, quick), path, quick, check)
 
 

@@ -49,6 +49,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     process = start(path)

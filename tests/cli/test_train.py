@@ -39,7 +39,7 @@ def summary_of(path: Path, *arguments: str, settings: tuple[str, ...] = ()) -> d
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_summary(ranks: int, tmp_path: Path) -> None:
     """Fails if the parts of a step are not those of the step: if Trace.end_step leaves out a stage."""
     summary = summary_of(tmp_path / "a.json", "--ranks", str(ranks), settings=("train.steps=12",))
@@ -142,7 +142,7 @@ def test_config_errors(ranks: str, tmp_path: Path) -> None:
     assert "cannot be written" in refused("--json", str(tmp_path / "no" / "file.json"))
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_errors_of_a_run_end_every_rank(ranks: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[[tables]]\nname = 'c10'\nmax_rows = 100\n")
@@ -166,7 +166,7 @@ def started_run() -> tuple[subprocess.Popen[str], list[int]]:
     return process, rank_processes(process.pid)
 
 
-@pytest.mark.parametrize("kind", ["interrupted", "killed", "stopped"])
+@pytest.mark.parametrize("kind", ["interrupted", "killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_how_a_run_ends(kind: str) -> None:
     process, ranks = started_run()
     assert len(ranks) == 2

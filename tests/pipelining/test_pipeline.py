@@ -78,7 +78,7 @@ def fail_and_go_on(world: World, schedule: str, kind: str) -> tuple[list[str], s
 
 
 @pytest.mark.parametrize("kind", ["weight", "nan"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_batches_pulled_ahead_are_not_lost(kind: str, size: int) -> None:
     expected = on_ranks(size, fail_and_go_on, "serial", kind)
     assert expected[-1][0] == ["ValueError" if kind == "weight" else "NonFiniteError"]
