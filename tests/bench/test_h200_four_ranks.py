@@ -173,6 +173,7 @@ def run_small(world: World) -> list[Record]:
     return list(h200_four_ranks._on_rank(world, h200_four_ranks.QUICK))
 
 
+@pytest.mark.slow
 def test_small_run() -> None:
     """Both ranks choose the same sizes; every target has a record that answers it; digests are equal."""
     made, of_other = run_ranks(2, run_small)

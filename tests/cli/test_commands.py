@@ -105,6 +105,7 @@ def test_bench_plain_quick(tmp_path: Path) -> None:
             assert isinstance(record[field], float)
 
 
+@pytest.mark.slow
 def test_bench_cluster_quick(tmp_path: Path) -> None:
     records = quick_records("cluster", tmp_path)
     assert [record["method"] for record in records] == ["none", "minhash", "spectral", "bisection"] * 4

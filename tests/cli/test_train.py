@@ -61,6 +61,7 @@ def test_summary(ranks: int, tmp_path: Path) -> None:
     assert again["digest"] == summary["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", NESTED)
 def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
     """Fails if write_trace writes rank 0's spans only, or Trace._switch forgets a stage."""
