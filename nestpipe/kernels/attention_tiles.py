@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nestpipe.kernels.upload import upload
+
 Numbers = NDArray[np.int64]
 
 SIZES = {torch.bfloat16: 64, torch.float32: 32}
@@ -116,13 +118,6 @@ def round_up(number: int) -> int:
     """By at most a sixteenth: to one of 16 numbers between a power of two and the next."""
     step = max(1, 1 << max(0, number.bit_length() - 5))
     return -(-number // step) * step
-
-
-def upload(values: Tensor, device: torch.device) -> Tensor:
-    """From host memory, without waiting for the device."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def _starts(counts: Numbers) -> Numbers:

@@ -8,19 +8,11 @@ from nestpipe.kernels.checks import check_numbers, check_reachable, check_rows, 
 from nestpipe.kernels.dispatch import runs_triton
 
 
-def copy_rows(
-    source: Tensor,
-    from_places: Tensor | None,
-    target: Tensor,
-    to_places: Tensor | None,
-    num_programs: int | None = None,
-) -> None:
+def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
     """target[to_places[i]] = source[from_places[i]]. None: row i; where both are None, all rows of source.
 
     The arrays do not overlap, to_places are distinct. Each array, and places, may be in device memory or in pinned host
-    memory, which the device then reads or writes over its link; with one in device memory at least. num_programs: how
-    many programs share the rows. None: as many as there is work for. A link is busy with a few, which leave the rest of
-    the device to others.
+    memory, which the device then reads or writes over its link; with one in device memory at least.
     """
     num_rows = len(next((p for p in (to_places, from_places) if p is not None), source))
     check_rows({"source": source, "target": target})
@@ -40,7 +32,7 @@ def copy_rows(
     check_reachable({"source": source, "target": target, "from_places": from_places, "to_places": to_places})
     from nestpipe.kernels import triton_rows
 
-    triton_rows.copy_rows(source, from_places, target, to_places, num_rows, num_programs)
+    triton_rows.copy_rows(source, from_places, target, to_places, num_rows)
 
 
 def add_rows(

@@ -10,7 +10,7 @@ from nestpipe.kernels.triton_tiles import Tiles, elements, larger, launch, tile_
 _SIZE = 4096
 """elements of a tile: 4 wide loads of each of 256 threads under way, which a slow link to host memory needs"""
 _NUM_WARPS = 8
-_COUNTS = ["num_rows", "num_tiles", "source_stride", "target_stride"]
+_COUNTS = ["num_rows", "source_stride", "target_stride"]
 
 
 @triton.jit
@@ -26,7 +26,6 @@ def copy_kernel(
     target,
     to_places,
     num_rows,
-    num_tiles,
     source_stride,
     target_stride,
     VECTOR: tl.constexpr,
@@ -34,14 +33,11 @@ def copy_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    tile = tl.program_id(0).to(tl.int64)
-    while tile < num_tiles:  # a range would not do for Triton's interpreter with numpy 2.4
-        rows, columns, inside = tile_of(tile, num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
-        from_rows = places_of(rows, from_places, num_rows)
-        to_rows = places_of(rows, to_places, num_rows)
-        values = tl.load(elements(source, from_rows, source_stride, columns, VECTOR), mask=inside)
-        tl.store(elements(target, to_rows, target_stride, columns, VECTOR), values, mask=inside)
-        tile += tl.num_programs(0)
+    rows, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
+    from_rows = places_of(rows, from_places, num_rows)
+    to_rows = places_of(rows, to_places, num_rows)
+    values = tl.load(elements(source, from_rows, source_stride, columns, VECTOR), mask=inside)
+    tl.store(elements(target, to_rows, target_stride, columns, VECTOR), values, mask=inside)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -74,24 +70,18 @@ def add_kernel(
 
 
 def copy_rows(
-    source: Tensor,
-    from_places: Tensor | None,
-    target: Tensor,
-    to_places: Tensor | None,
-    num_rows: int,
-    num_programs: int | None,
+    source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None, num_rows: int
 ) -> None:
     width = source.shape[1]
     tiles, wide = Tiles(num_rows, width, _SIZE), vector(width, source, target)
     launch(
         copy_kernel,
-        len(tiles) if num_programs is None else min(num_programs, len(tiles)),
+        len(tiles),
         source,
         from_places,
         target,
         to_places,
         num_rows,
-        len(tiles),
         source.stride(0) // wide,
         target.stride(0) // wide,
         VECTOR=wide,

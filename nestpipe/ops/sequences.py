@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.attention_tiles import Tiles as Tiles
-from nestpipe.kernels.attention_tiles import upload
+from nestpipe.kernels.upload import upload
 
 NUM_TIME_BUCKETS = 129
 BLOCK = 64

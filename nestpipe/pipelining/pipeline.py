@@ -15,7 +15,7 @@ from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.pipelining.executor import Action, Executor, ThisThread
 from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
-from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, WINDOWED, operations
+from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, SCHEDULES, WINDOWED, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
@@ -107,6 +107,7 @@ class Pipeline:
             **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
         listed = operations(schedule, num_micro_batches, steps)
+        self.last_stage = LAST_STAGE[schedule]
         world = self.world
         is_local = world.size == 1 and has_streams(world.device)
         issuer = ThisThread() if is_local else world.issuer
@@ -160,7 +161,7 @@ class Pipeline:
                 return
             if not flight.is_step:
                 self.num_skipped += 1
-                self.executor.play_through("write_back")
+                self.executor.play_through(self.last_stage)
                 continue
             self._step = Step(self._number, flight, self)
             yield self._step

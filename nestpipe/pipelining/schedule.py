@@ -18,7 +18,7 @@ intra      rows are frozen inside a batch, so its exchanges run beside its dense
     compute   |         | dense 0 | dense 1 | dense 2 |        | reduce update
     gradients |                   | take 0  | take 1  | take 2 |
 
-nested     inter, and inside each batch intra.
+nested     inter, and inside each batch intra; the host lane begins when the first rows are there.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
@@ -35,6 +35,9 @@ OVERLAPPING = ("inter", "nested")
 
 WINDOWED = ("intra", "nested")
 """those in which the exchanges of a batch run beside its dense part"""
+
+LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
+"""of what stands in the list before the next batch begins"""
 
 COMPUTE = "compute"
 """the lane of the caller's thread"""
@@ -92,16 +95,25 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
     yield _retrieve(0)
     yield from _bring_in(1)
     for batch in count():
-        yield _retrieve(batch + 1)
-        yield Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
         first, *rest = window(batch, num_micro_batches)
-        yield first
-        # The compute lane waits for the first rows: what is for later leaves them the processor and the link.
+        begin = Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
+        # The compute lane waits for the first rows: what is for later leaves them the processor and the link. But if
+        # all rows come first, so that dense compute is all there is to hide behind, the host store cannot wait.
+        if first.lane == COMPUTE:
+            yield from (*_on_host(batch), begin, first)
+        else:
+            yield from (begin, first, *_on_host(batch, after=(first.name,)))
         yield from _bring_in(batch + 2, after=(first.name,))
         yield from rest
         yield Op("update", COMPUTE, batch)
         yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
-        yield Op("write_back", "host", batch, waits_for=(("overlap_sync", batch, -1),))
+
+
+def _on_host(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
+    """Beside the training of a batch."""
+    if batch > 0:
+        yield Op("write_back", "host", batch - 1, waits_for=(("overlap_sync", batch - 1, -1), *after))
+    yield _retrieve(batch + 1)
 
 
 def _bring_in(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:

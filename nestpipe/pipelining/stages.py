@@ -244,7 +244,7 @@ class Stages:
     def write_back(self, op: Op) -> None:
         """What stays on the device for the next batch is not written. Afterwards nobody needs this batch."""
         flight, following = self.flight(op.batch), self.flight(op.batch + 1)
-        if flight.step >= 0:
+        if flight.step >= 0 and not flight.is_written:
             self._write_back(flight, following)
         flight.is_written = True
         finish(self._world.device)  # nothing that was enqueued for the batch before this one is still to be done
@@ -279,8 +279,9 @@ class Stages:
         """Writes to the host store what only a buffer has. No host operation may be under way."""
         for number in sorted(self._flights):
             flight = self._flights[number]
-            if flight.step >= 0 and not flight.is_written:  # interrupted right after its update
+            if flight.step >= 0 and not flight.is_written:
                 self._write_back(flight, self._flights.get(number + 1) or Flight(number + 1))
+                flight.is_written = True
             elif flight.step < 0:
                 self._write_back_inherited(flight)
 

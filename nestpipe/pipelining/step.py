@@ -103,7 +103,7 @@ class Step:
         self._flight.report = torch.stack([loss.double(), self._pipeline.is_masked.double()])
 
     def update_rows(self, gradient_scale: float | Tensor = 1.0) -> None:
-        """Row optimizer, overlap sync, write-back. Call it once, after the dense optimizer's step."""
+        """Row optimizer and overlap sync; write-back follows. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
         self.check_complete()
@@ -123,7 +123,7 @@ class Step:
         self._pipeline.num_applied += 1
         self.trace.enter("other")
         self._pipeline.executor.step_over()
-        self._pipeline.executor.play_through("write_back")
+        self._pipeline.executor.play_through(self._pipeline.last_stage)
         self._count_bytes()
 
     def refuse_batch(self) -> None:

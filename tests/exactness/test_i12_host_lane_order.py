@@ -1,6 +1,6 @@
 """I12: one host lane writes b - 1 back and then retrieves b + 1; so a buffer is refilled after it was copied out.
 
-Fails if _inter puts retrieve(b + 2) before write_back(b), or if the two are on different lanes. What then happens to
+Fails if _on_host puts retrieve before write_back, or if the two are on different lanes. What then happens to
 the rows is shown by test_i03_versions.py.
 """
 

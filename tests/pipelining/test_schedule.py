@@ -87,9 +87,9 @@ host     retrieve 0       after route 0
 input    prefetch 1
 upload   upload 1         after prefetch 1
 route    route 1          after upload 1
-host     retrieve 1       after route 1
 compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
 rows     bring 0.0        after begin 0
+host     retrieve 1       after route 1
 input    prefetch 2       after bring 0.0
 upload   upload 2         after prefetch 2
 route    route 2          after upload 2
@@ -101,10 +101,10 @@ gradients take 0.1        after dense 0.1
 compute  reduce 0         after take 0.0, take 0.1
 compute  update 0
 compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
-host     write_back 0     after overlap_sync 0
-host     retrieve 2       after route 2
 compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
 rows     bring 1.0        after begin 1
+host     write_back 0     after overlap_sync 0, bring 1.0
+host     retrieve 2       after route 2
 input    prefetch 3       after bring 1.0
 upload   upload 3         after prefetch 3
 route    route 3          after upload 3

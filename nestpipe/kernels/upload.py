@@ -1,0 +1,31 @@
+"""Short lists from host memory to a device, on a stream that must not be late.
+
+A copy has to wait for its turn at the device's engine, and rows of a later batch keep that busy for milliseconds at a
+time. So on CUDA a kernel reads the list over the link itself.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.dispatch import HAS_TRITON
+
+_lent: deque[tuple[torch.Event, Tensor]] = deque()
+"""host memory that a kernel reads, and when it has: torch knows of copies only, and would use it again before"""
+
+
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Of int32 or int64, without waiting for the device."""
+    if device.type == "cpu":
+        return numbers
+    if device.type != "cuda" or not HAS_TRITON or numbers.numel() == 0:
+        return numbers.pin_memory().to(device, non_blocking=True)
+    from nestpipe.kernels import triton_upload
+
+    here, there = numbers.contiguous().pin_memory(), torch.empty_like(numbers, device=device)
+    triton_upload.fetch(here, there)
+    while _lent and _lent[0][0].query():
+        _lent.popleft()
+    _lent.append((torch.accelerator.current_stream(device).record_event(), here))
+    return there
