@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 LOOKUP_SHARE, EXCHANGE_SHARE = 0.50, 0.20
 """of serial's step, in the middle of what is asked for"""
-DENSE_OVER_EXCHANGE = 1.5
+DENSE_OVER_EXCHANGE = 1.4
 CLOSE = 0.02
 """shares that are this near are left as they are"""
 MOST_REPEATS = 48
@@ -71,7 +71,7 @@ class Recipe:
         return round(self.batch_size * self.length * self.distinct_share)
 
 
-COVERED = Recipe("covered", "rowwise_adagrad", batch_size=1024, remote_share=0.75, repeats=16)
+COVERED = Recipe("covered", "rowwise_adagrad", batch_size=1536, remote_share=0.75, repeats=22, dim=1024)
 AS_PUBLISHED = Recipe("published", "adam", batch_size=2048, remote_share=0.3, repeats=12, hidden=256)
 
 

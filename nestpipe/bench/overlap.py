@@ -54,9 +54,9 @@ def records(quick: bool) -> Iterator[Record]:
 class SlowChannel(Channel):
     """Every exchange takes EXCHANGE_MS."""
 
-    def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
+    def all_to_all(self, message: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> Tensor:
         end = time.perf_counter() + EXCHANGE_MS / 1e3
-        received = super().all_to_all(parts, receive_bytes)
+        received = super().all_to_all(message, send_bytes, receive_bytes)
         time.sleep(max(0.0, end - time.perf_counter()))
         return received
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for
+from nestpipe.device.streams import Mark, Streams, has_streams, mark, use_here, wait_for
 from nestpipe.device.tally import Tally
 from nestpipe.device.transfer import download, host_empty
 from nestpipe.distributed.lane import Lane, LaneThread
@@ -48,29 +48,39 @@ class Channel:
         self._tally = tally
         self._num_agreed = 0
 
-    def all_to_all(self, parts: list[Tensor], receive_bytes: list[int]) -> list[Tensor]:
-        """Sends parts[r], bytes, to rank r; returns what rank r sent here, receive_bytes[r] bytes of it."""
-        if self.size == 1:
-            return parts
-        device = parts[0].device
-        send_bytes = [part.numel() for part in parts]
-        if self._is_direct(device):
-            return self._all_to_all_direct(torch.cat(parts), send_bytes, receive_bytes)
-        send = download(torch.cat(parts))
-        received = host_empty((sum(receive_bytes),), torch.uint8, device)
-        self._run(lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=self._group))
-        there = received.to(device, non_blocking=True)
-        self._count(send, there)
-        return list(there.split(receive_bytes))
+    @property
+    def is_staged(self) -> bool:
+        """Whether what is on a device passes through host memory."""
+        return has_streams(self._streams.device) and self._device_group is None
 
-    def _all_to_all_direct(self, send: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> list[Tensor]:
-        received = send.new_empty(sum(receive_bytes))
-        group = self._device_group
-        self._issue(
-            lambda: dist.all_to_all_single(received, send, receive_bytes, send_bytes, group=group), send, received
-        )
-        self._count(send, received)
-        return list(received.split(receive_bytes))
+    def message(self, num_bytes: int) -> Tensor:
+        """Memory for one, anything yet: where a collective takes it, and within reach of the device's kernels."""
+        device = self._streams.device
+        if self.is_staged:
+            made = host_empty((num_bytes,), torch.uint8, device)
+        else:
+            made = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if self._tally is not None:
+            self._tally.add(made)
+        return made
+
+    def all_to_all(self, message: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> Tensor:
+        """Sends a message, send_bytes[r] of its bytes to rank r, in order of ranks; returns what came in, in the same
+        order: receive_bytes[r] from rank r. What is in host memory must be complete."""
+        if self.size == 1:
+            return message
+        received = self.message(sum(receive_bytes))
+        if self._is_direct(message.device):
+            group = self._device_group
+            self._issue(
+                lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group),
+                message,
+                received,
+            )
+        else:
+            group = self._group
+            self._run(lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group))
+        return received
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
@@ -83,7 +93,8 @@ class Channel:
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Every rank's bytes, on every rank."""
         sizes = self.all_to_all_equal(torch.full((self.size, 1), data.numel())).flatten().tolist()
-        return self.all_to_all([data] * self.size, sizes)
+        received = self.all_to_all(data.repeat(self.size), [data.numel()] * self.size, sizes)
+        return list(received.split(sizes))
 
     def all_reduce_sum(self, values: Tensor) -> None:
         """In place."""
@@ -142,10 +153,6 @@ class Channel:
             self._guarded(collective)
         else:
             self.watch.wait(self._lane.submit(lambda: self._guarded(collective)), self.name)
-
-    def _count(self, *messages: Tensor) -> None:
-        if self._tally is not None:
-            self._tally.add(*messages)
 
     def _is_direct(self, device: torch.device) -> bool:
         return self._device_group is not None and device == self._streams.device

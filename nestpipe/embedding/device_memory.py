@@ -5,7 +5,7 @@
     rows        distinct keys x row                            kept by a requester
     leaves      keys of a micro-batch x row                    of all micro-batches that are brought ahead
     gradients   of a leaf; summed by the requester; at the owner for each requester; their sum
-    exchange    messages of one micro-batch
+    exchange    messages of one micro-batch, unless they are in host memory; what a rank sends to itself
 
 The last four are those of the moment of a batch at which they are most together (see window_memory.py). What the dense
 model makes of a leaf is its own.
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from nestpipe.device.streams import has_streams
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.plan import Plans
@@ -30,7 +31,7 @@ MEANINGS = {
     "rows": "distinct keys x row, kept by the requester",
     "leaves": "keys of each micro-batch that is brought ahead x row",
     "gradients": "of a leaf, summed by the requester, at the owner for each requester",
-    "exchange": "messages of one micro-batch",
+    "exchange": "messages of one micro-batch, and what a rank sends to itself",
 }
 
 REMEDY = (
@@ -49,19 +50,16 @@ class DeviceBytes:
     leaves: int = 0
     gradients: int = 0
     exchange: int = 0
+    staging: int = 0
+    """of pinned host memory, beside it: mirrors of the buffers; messages, if they are there"""
 
     @property
     def terms(self) -> Mapping[str, int]:
-        return asdict(self)
+        return {name: number for name, number in asdict(self).items() if name in MEANINGS}
 
     @property
     def total(self) -> int:
         return sum(self.terms.values())
-
-    @property
-    def staging(self) -> int:
-        """Of pinned host memory, beside it: mirrors of the buffers; messages, in and out."""
-        return self.buffers + self.exchange
 
     def __str__(self) -> str:
         terms = [f"{megabytes(part)} {name} ({MEANINGS[name]})" for name, part in self.terms.items() if part > 0]
@@ -72,8 +70,16 @@ class DeviceMemory:
     """The formula, batch by batch, against a budget. Buffers never shrink, so it remembers how large they are."""
 
     def __init__(
-        self, budget_bytes: int, rank: int, device: torch.device, *, is_windowed: bool, is_overlapping: bool
+        self,
+        budget_bytes: int,
+        rank: int,
+        device: torch.device,
+        *,
+        is_windowed: bool,
+        is_overlapping: bool,
+        is_staged: bool,
     ) -> None:
+        """is_staged: messages are in host memory"""
         if budget_bytes < 1:
             raise ValueError(f"device_budget_bytes is {budget_bytes}, must be at least 1")
         self.budget_bytes = budget_bytes
@@ -84,6 +90,8 @@ class DeviceMemory:
         self._rank = rank
         self._is_windowed = is_windowed
         self._is_overlapping = is_overlapping
+        self._is_staged = is_staged
+        self._has_mirrors = has_streams(device)
         self._room: tuple[dict[str, int], dict[str, int]] = ({}, {})
         """records of each table in the buffers of even and of odd batches"""
         self._is_ended = False
@@ -98,8 +106,11 @@ class DeviceMemory:
 
     def error(self, number: int, route: Route, plans: Plans) -> ValueError | None:
         """Why this batch, the number-th, does not fit."""
-        window = widest(route, plans, self._rank, self._is_windowed)
-        needed = DeviceBytes(self._buffers(number, route), self._slots(route, plans), *asdict(window).values())
+        window = widest(route, plans, self._rank, self._is_windowed, self._is_staged)
+        buffers = self._buffers(number, route)
+        staging = window.in_host + (buffers if self._has_mirrors else 0)
+        parts = window.rows, window.leaves, window.gradients, window.exchange
+        needed = DeviceBytes(buffers, self._slots(route, plans), *parts, staging)
         if needed.total > self.budget_bytes:
             return ValueError(self._refusal(needed, route))
         self.largest = max(self.largest, needed, key=lambda of: of.total)

@@ -53,25 +53,33 @@ class TablePlans:
     """for each micro-batch, how many rows each owner sends"""
     take_counts: list[list[int]]
     """for each micro-batch, how many gradients each owner is sent"""
-    owner: list[Plan]
-    """for each requester"""
+    bring_slots: list[list[Tensor]]
+    """for each requester and micro-batch, the slots of the rows it is sent"""
+    take_places: list[list[Places]]
+    """for each requester and micro-batch, which of its keys it returns gradients of"""
     slots: list[Tensor]
     """for each requester, the slot of each of its keys"""
 
     @staticmethod
     def of(request: TableRequest, owned: OwnedTable, window: str) -> "TablePlans":
         requester = Plan.of(request.uses, window, request.table.frozen)
-        owner = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
+        plans = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
+        bring_slots = [
+            [slots if places is None else slots.index_select(0, places) for places in plan.bring]
+            for slots, plan in zip(owned.slots, plans, strict=True)
+        ]
         bring_counts, take_counts = (
             [_counts(request, places) for places in of_all] for of_all in (requester.bring, requester.take)
         )
-        return TablePlans(requester, bring_counts, take_counts, owner, owned.slots)
+        take_places = [plan.take for plan in plans]
+        return TablePlans(requester, bring_counts, take_counts, bring_slots, take_places, owned.slots)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TablePlans":
         return replace(
             self,
             requester=self.requester.map(function),
-            owner=[plan.map(function) for plan in self.owner],
+            bring_slots=[[function(slots) for slots in of] for of in self.bring_slots],
+            take_places=[[None if p is None else function(p) for p in of] for of in self.take_places],
             slots=[function(slots) for slots in self.slots],
         )
 

@@ -124,10 +124,11 @@ def _exchange_keys(request: Request, counts: list[list[int]], channel: Channel) 
         parts[rank] = torch.cat([_encode_keys(table, rank) for table in request.tables])
         receive_bytes[rank] = sum(counts[rank]) * key_bytes
     requested = [[table.of_owner(channel.rank) for table in request.tables]] * channel.size
-    messages = channel.all_to_all(parts, receive_bytes)
+    send_bytes = [part.numel() for part in parts]
+    messages = channel.all_to_all(torch.cat(parts), send_bytes, receive_bytes).split(receive_bytes)
     for rank in others:
         requested[rank] = _decode_keys(messages[rank], counts[rank], num_micro_batches)
-    return requested, sum(part.numel() for part in parts)
+    return requested, sum(send_bytes)
 
 
 def _encode_keys(table: TableRequest, owner: int) -> Tensor:

@@ -30,12 +30,34 @@ def take_rows(source: Tensor, places: Tensor) -> Tensor:
     return torch.index_select(source, 0, places, out=out)
 
 
-def put_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
-    """target[places] = rows"""
+def put_rows(target: Tensor, places: Tensor | None, rows: Tensor) -> None:
+    """target[places] = rows; None: all of target. Rows may be in host memory that a device can reach."""
     if has_streams(target.device):
         copy_on_device(rows, None, target, places)
+    elif places is None:
+        target.copy_(rows)
     else:
         target.index_copy_(0, places, rows)
+
+
+def give_rows(source: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """out[:] = source[places]; None: all of source. Out may be in host memory that a device can reach."""
+    if has_streams(source.device):
+        copy_on_device(source, places, out, None)
+    elif places is None:
+        out.copy_(source)
+    else:
+        torch.index_select(source, 0, places, out=out)
+
+
+def move_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor | None) -> None:
+    """target[to_places] = source[from_places]; None: all of target."""
+    if has_streams(target.device):
+        copy_on_device(source, from_places, target, to_places)
+    elif to_places is None:
+        torch.index_select(source, 0, from_places, out=target)
+    else:
+        target.index_copy_(0, to_places, take_rows(source, from_places))
 
 
 def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:

@@ -4,23 +4,29 @@ Once (the default): a row travels with the first micro-batch that uses it and is
 summed there and travels after the last one. Resend: both travel with every micro-batch that uses the row. The order of
 summation is the same: a requester's micro-batches 0, 1, ..., then the requesters in order of rank. In a world of one
 nothing travels: see local_window.py.
+
+Rows are gathered into a message and put in their places from it, without a copy in between. Where what is on a device
+passes through host memory, the device's kernels reach for it there: copies would stand behind those of whole buffers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import use_here
-from nestpipe.device.tally import embedding_memory
+from nestpipe.device.streams import Mark, has_streams, mark, use_here
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
+from nestpipe.embedding.layout import Layout
 from nestpipe.embedding.local_window import LocalWindow
-from nestpipe.embedding.plan import Plans, TablePlans
+from nestpipe.embedding.plan import Places, Plans, TablePlans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
-from nestpipe.embedding.rows import add_rows, empty_rows, put_rows, take_rows
+from nestpipe.embedding.rows import add_rows, empty_rows, give_rows, move_rows, put_rows, take_rows
+from nestpipe.kernels.lent import lend
 
 
 class RequesterTable:
@@ -30,7 +36,6 @@ class RequesterTable:
         self.request = request
         self.plans = plans
         self.keeps = window == "once"
-        self.shape = (len(request.keys), request.table.dim)
         self.device = device
         self._leaves: dict[int, Tensor] = {}
         """by micro-batch, until its dense part begins"""
@@ -38,22 +43,29 @@ class RequesterTable:
     @cached_property
     def rows(self) -> Tensor:
         """by position; where no row was brought yet, anything"""
-        return empty_rows(self.shape, self.request.table.dtype, self.device)
+        return self._empty(len(self.request.keys))
 
     @cached_property
     def gradients(self) -> Tensor:
-        return empty_rows(self.shape, self.request.table.dtype, self.device).zero_()
+        return self._empty(len(self.request.keys)).zero_()
 
-    def put(self, micro_batch: int, rows: Tensor) -> None:
-        """Rows that were brought, by position; from them, and from those of earlier micro-batches, the leaf."""
-        positions = self.plans.requester.bring[micro_batch]
-        if not self.keeps and positions is not None:
-            self._leaves[micro_batch] = rows  # what the micro-batch uses, in the same order, in memory of its own
-            return
-        if positions is None:
-            self.rows = rows
+    def put(self, micro_batch: int, from_others: Mapping[int, Tensor], owner: "OwnerTable") -> None:
+        """Rows that were brought, and this rank's own; from them, and from those of earlier micro-batches, the leaf."""
+        positions, counts = self.plans.requester.bring[micro_batch], self.plans.bring_counts[micro_batch]
+        is_leaf = not self.keeps and positions is not None
+        if is_leaf or positions is None:  # what the micro-batch uses, in the same order, in memory of its own
+            target, places = self._empty(sum(counts)), None
         else:
-            put_rows(self.rows, positions, rows)
+            target, places = self.rows, positions
+        for rank, (of_rank, chosen) in enumerate(_split(target, places, counts)):
+            if rank in from_others:
+                put_rows(of_rank, chosen, from_others[rank])
+            else:
+                owner.put_own(rank, micro_batch, of_rank, chosen)
+        if is_leaf:
+            self._leaves[micro_batch] = target
+            return
+        self.rows = target
         self._leaves[micro_batch] = take_rows(self.rows, self.request.leaves[micro_batch])
 
     def leaf(self, micro_batch: int) -> Tensor:
@@ -62,16 +74,30 @@ class RequesterTable:
         use_here(leaf)
         return leaf.requires_grad_(not self.request.table.frozen)
 
-    def returned(self, micro_batch: int, gradient: Tensor | None) -> Tensor:
-        """Adds a leaf's gradient; what is to be taken now, by position."""
+    def returned(self, micro_batch: int, gradient: Tensor | None) -> Iterator[tuple[Tensor, Places]]:
+        """Adds a leaf's gradient; what is to be taken now, rank by rank: rows, and which of them."""
+        rows, positions = self._gradients_after(micro_batch, gradient)
+        return _split(rows, positions, self.plans.take_counts[micro_batch])
+
+    def _gradients_after(self, micro_batch: int, gradient: Tensor | None) -> tuple[Tensor, Places]:
         positions = self.plans.requester.take[micro_batch]
         if positions is None and gradient is not None:
-            return gradient  # of the only micro-batch: there is nothing to add it to
+            return gradient, None  # of the only micro-batch: there is nothing to add it to
         if not self.keeps:
             self.gradients.zero_()
         if gradient is not None:
             add_rows(self.gradients, self.request.leaves[micro_batch], gradient)
-        return self.gradients if positions is None else take_rows(self.gradients, positions)
+        return self.gradients, positions
+
+    def _empty(self, num_rows: int) -> Tensor:
+        return empty_rows((num_rows, self.request.table.dim), self.request.table.dtype, self.device)
+
+
+def _split(rows: Tensor, places: Places, counts: list[int]) -> Iterator[tuple[Tensor, Places]]:
+    """So many of the places for each rank, of all rows; or without places, as many rows."""
+    if places is None:
+        return ((of_rank, None) for of_rank in rows.split(counts))
+    return ((rows, of_rank) for of_rank in places.split(counts))
 
 
 class OwnerTable:
@@ -83,43 +109,49 @@ class OwnerTable:
         self.table = buffer.table
         self._slot_gradients: dict[int, Tensor] = {}
 
-    def rows_for(self, requester: int, micro_batch: int) -> Tensor:
-        slots, places = self.plans.slots[requester], self.plans.owner[requester].bring[micro_batch]
-        if places is None and requester == 0:
-            return self.buffer.frozen_rows[: len(slots)]  # its keys have the first slots, in order
-        return take_rows(self.buffer.frozen_rows, slots if places is None else slots.index_select(0, places))
+    def num_brought(self, requester: int, micro_batch: int) -> int:
+        return len(self.plans.bring_slots[requester][micro_batch])
 
     def num_taken(self, requester: int, micro_batch: int) -> int:
-        places = self.plans.owner[requester].take[micro_batch]
+        places = self.plans.take_places[requester][micro_batch]
         return len(self.plans.slots[requester] if places is None else places)
+
+    def give(self, requester: int, micro_batch: int, out: Tensor) -> None:
+        """Rows for another rank."""
+        give_rows(self.buffer.frozen_rows, self.plans.bring_slots[requester][micro_batch], out)
+
+    def put_own(self, rank: int, micro_batch: int, target: Tensor, places: Places) -> None:
+        """Rows for this rank itself."""
+        move_rows(self.buffer.frozen_rows, self.plans.bring_slots[rank][micro_batch], target, places)
 
     def add(self, requester: int, micro_batch: int, gradients: Tensor) -> None:
         """To the requester's slots."""
-        places = self.plans.owner[requester].take[micro_batch]
-        if places is None:
+        places = self.plans.take_places[requester][micro_batch]
+        if places is not None:
+            add_rows(self.slot_gradients(requester), places, gradients)
+        elif gradients.device == self.buffer.records.device:
             self._slot_gradients[requester] = gradients
         else:
-            add_rows(self.slot_gradients(requester), places, gradients)
+            self._slot_gradients[requester] = slots = self._empty(len(gradients))
+            put_rows(slots, None, gradients)
 
     def slot_gradients(self, requester: int) -> Tensor:
         """[its keys, dim], zeros at first."""
         if requester not in self._slot_gradients:
-            self._slot_gradients[requester] = self._zeros(len(self.plans.slots[requester]))
+            self._slot_gradients[requester] = self._empty(len(self.plans.slots[requester])).zero_()
         return self._slot_gradients[requester]
 
     def gradient(self) -> Tensor:
         """Of each slot: the requesters' in order of rank. A requester has a key once, so no order is left open."""
-        total = self._zeros(len(self.buffer.keys))
+        total = self._empty(len(self.buffer.keys)).zero_()
         for requester, slots in enumerate(self.plans.slots):
             gradients = self.slot_gradients(requester)
             use_here(gradients)
             add_rows(total, slots, gradients)
         return total
 
-    def _zeros(self, num_rows: int) -> Tensor:
-        zeros = torch.zeros(num_rows, self.table.dim, dtype=self.table.dtype, device=self.buffer.records.device)
-        embedding_memory.add(zeros)
-        return zeros
+    def _empty(self, num_rows: int) -> Tensor:
+        return empty_rows((num_rows, self.table.dim), self.table.dtype, self.buffer.records.device)
 
 
 def open_window(
@@ -129,6 +161,14 @@ def open_window(
     if rows.size == 1:
         return LocalWindow(route.request, buffers)
     return Window(route, buffers, rows, gradients, plans if plans is not None else Plans.of(route, "once"))
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    message: Tensor
+    layout: Layout
+    is_filled: Mark
+    """from when on; None: it is, or will be when its stream gets there"""
 
 
 class Window:
@@ -145,15 +185,35 @@ class Window:
             self.owner.append(OwnerTable(of_table, buffer))
         self.row_bytes = 0
         self.gradient_bytes = 0
+        self._num_micro_batches = len(route.request.num_samples)
+        self._tables = [buffer.table for buffer in buffers]
+        self._device = buffers[0].records.device
+        self._is_staged = has_streams(self._device) and rows.is_staged
+        self._outgoing: dict[int, Outgoing] = {}
 
     def bring(self, micro_batch: int) -> None:
         """Exchange: rows from owners to requesters."""
-        sent = [[table.rows_for(rank, micro_batch) for table in self.owner] for rank in range(self.size)]
+        outgoing = self._outgoing.pop(micro_batch) if micro_batch in self._outgoing else self._give(micro_batch)
+        self.row_bytes += outgoing.layout.num_row_bytes
         counts = [table.plans.bring_counts[micro_batch] for table in self.requester]
-        received, num_bytes = self._exchange(self.rows_channel, sent, counts)
-        self.row_bytes += num_bytes
-        for table, rows in zip(self.requester, received, strict=True):
-            table.put(micro_batch, rows)
+        with self._exchanged(self.rows_channel, outgoing, counts) as received:
+            for table, owner, rows in zip(self.requester, self.owner, received, strict=True):
+                table.put(micro_batch, rows, owner)
+        if self._is_staged and not self._outgoing:
+            # Rows are frozen: the others are given ahead, so that this thread need not wait for its device each time.
+            later = range(micro_batch + 1, self._num_micro_batches)
+            self._outgoing = {i: self._give(i) for i in later}
+
+    def _give(self, micro_batch: int) -> Outgoing:
+        """The rows of this owner, for other ranks."""
+        ranks = range(self.size)
+        counts = [[table.num_brought(rank, micro_batch) for rank in ranks] for table in self.owner]
+        layout = Layout(self._tables, counts, self.rank)
+        message = self.rows_channel.message(layout.num_bytes)
+        for table, of_ranks in zip(self.owner, layout.rows(message), strict=True):
+            for rank, out in of_ranks.items():
+                table.give(rank, micro_batch, out)
+        return self._filled(message, layout)
 
     def leaves(self, micro_batch: int) -> dict[str, Tensor]:
         """By table, once the micro-batch has been brought: its distinct rows. Each is asked for once."""
@@ -162,18 +222,22 @@ class Window:
     def take(self, micro_batch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Gradient return: from requesters to owners. By table; a leaf without gradient may be left out."""
         use_here(*gradients.values())
-        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
-        for table in self.requester:
-            rows = table.returned(micro_batch, gradients.get(table.request.table.name))
-            for rank, part in enumerate(rows.split(table.plans.take_counts[micro_batch])):
-                sent[rank].append(part)
-        ranks = range(self.size)
-        counts = [[table.num_taken(rank, micro_batch) for rank in ranks] for table in self.owner]
-        received, num_bytes = self._exchange(self.gradients_channel, sent, counts)
-        self.gradient_bytes += num_bytes
-        for owner, of_table, rows in zip(self.owner, counts, received, strict=True):
-            for rank, part in enumerate(rows.split(of_table)):
-                owner.add(rank, micro_batch, part)
+        layout = Layout(self._tables, [table.plans.take_counts[micro_batch] for table in self.requester], self.rank)
+        message = self.gradients_channel.message(layout.num_bytes)
+        own: list[Tensor] = []
+        for table, of_ranks in zip(self.requester, layout.rows(message), strict=True):
+            returned = table.returned(micro_batch, gradients.get(table.request.table.name))
+            for rank, (rows, places) in enumerate(returned):
+                if rank == self.rank:
+                    own.append(rows if places is None else take_rows(rows, places))
+                else:
+                    give_rows(rows, places, of_ranks[rank])
+        self.gradient_bytes += layout.num_row_bytes
+        counts = [[table.num_taken(rank, micro_batch) for rank in range(self.size)] for table in self.owner]
+        with self._exchanged(self.gradients_channel, self._filled(message, layout), counts) as received:
+            for owner, of_others, of_own in zip(self.owner, received, own, strict=True):
+                for rank in range(self.size):
+                    owner.add(rank, micro_batch, of_others.get(rank, of_own))
 
     def gradients(self) -> list[Tensor | None]:
         """Of each table's slots, for the whole global batch; None for a frozen table."""
@@ -183,41 +247,22 @@ class Window:
         """Whether each table's gradients are, one bool on the device; None: that is not known yet."""
         return [None for _ in self.owner]
 
-    def _exchange(
-        self, channel: Channel, sent: list[list[Tensor]], counts: list[list[int]]
-    ) -> tuple[list[Tensor], int]:
-        """sent[rank][table] rows; counts[table][rank] rows come back. One flat exchange carries all tables.
+    def _filled(self, message: Tensor, layout: Layout) -> Outgoing:
+        if not self._is_staged:
+            return Outgoing(message, layout, None)
+        lend(message, self._device)  # if the step is left, kernels may write to it that nobody waits for
+        return Outgoing(message, layout, mark(self._device))
 
-        Returns the rows of each table, in order of rank, and the bytes sent to other ranks. What this rank sends to
-        itself is not made into bytes.
-        """
-        own, device = sent[self.rank], self.requester[0].device
-        tables = [table.table for table in self.owner]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        parts = [torch.empty(0, dtype=torch.uint8, device=device)] * self.size
-        sizes = [[0] * len(tables)] * self.size
-        for rank in others:
-            parts[rank] = torch.cat([_bytes(rows) for rows in sent[rank]])
-            sizes[rank] = [
-                of_table[rank] * table.dim * table.dtype.itemsize
-                for of_table, table in zip(counts, tables, strict=True)
-            ]
-        embedding_memory.add(*parts)
-        messages = channel.all_to_all(parts, [sum(of_rank) for of_rank in sizes])
-        received = [
-            torch.empty(sum(of_table), table.dim, dtype=table.dtype, device=device)
-            for of_table, table in zip(counts, tables, strict=True)
-        ]
-        embedding_memory.add(*received)
-        pieces = [message.split(of_rank) for message, of_rank in zip(messages, sizes, strict=True)]
-        for t, rows in enumerate(received):
-            for rank, part in enumerate(rows.split(counts[t])):
-                if rank == self.rank:
-                    part.copy_(own[t])
-                else:
-                    _bytes(part).copy_(pieces[rank][t])
-        return received, sum(part.numel() for part in parts)
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    return rows.flatten().view(torch.uint8)
+    @contextmanager
+    def _exchanged(
+        self, channel: Channel, outgoing: Outgoing, counts: list[list[int]]
+    ) -> Iterator[list[dict[int, Tensor]]]:
+        """One exchange carries all tables. counts[table][rank] rows come in: for each table, by rank, where they are,
+        within the context. This rank's own are not among them."""
+        if outgoing.is_filled is not None:
+            outgoing.is_filled.synchronize()
+        incoming = Layout(self._tables, counts, self.rank)
+        message = channel.all_to_all(outgoing.message, outgoing.layout.sizes, incoming.sizes)
+        yield incoming.rows(message)
+        if self._is_staged:
+            lend(message, self._device)

@@ -4,9 +4,9 @@ As window.py and local_window.py make it. The caller of a step holds a leaf unti
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nestpipe.embedding.plan import Places, Plans, TablePlans
+from nestpipe.embedding.plan import Places, Plans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
 
@@ -17,17 +17,21 @@ class Moment:
     leaves: int = 0
     gradients: int = 0
     exchange: int = 0
+    in_host: int = 0
+    """messages, beside the others"""
 
     @property
     def total(self) -> int:
         return self.rows + self.leaves + self.gradients + self.exchange
 
 
-def widest(route: Route, plans: Plans, rank: int, is_windowed: bool) -> Moment:
-    """The moment of a batch at which its window holds most. is_windowed: exchanges run beside the dense part."""
+def widest(route: Route, plans: Plans, rank: int, is_windowed: bool, is_staged: bool) -> Moment:
+    """The moment of a batch at which its window holds most. is_windowed: exchanges run beside the dense part.
+    is_staged: their messages are in host memory."""
     leaves = _Leaves(route.request.tables)
-    moments = _Alone(leaves) if len(plans.tables) == 0 else _AmongRanks(leaves, route, plans, rank)
-    return max(moments.all(is_windowed), key=lambda moment: moment.total)
+    moments = _Alone(leaves) if len(plans.tables) == 0 else _AmongRanks(leaves, route, plans, rank, is_staged)
+    widest = max(moments.all(is_windowed), key=lambda moment: moment.total)
+    return replace(widest, in_host=moments.in_host)
 
 
 class _Leaves:
@@ -49,6 +53,8 @@ class _Leaves:
 class _Alone:
     """In a world of one: leaves, and their gradients summed once for all."""
 
+    in_host = 0
+
     def __init__(self, leaves: _Leaves) -> None:
         self._leaves = leaves
 
@@ -65,29 +71,24 @@ class _Traffic:
     """Of one micro-batch in one direction, all tables together."""
 
     def __init__(self) -> None:
-        self.gathered = 0
-        """copied together before they are sent"""
         self.sent = self.received = 0
         """to and from other ranks"""
-        self.arrived = 0
-        """with this rank's own"""
+        self.own = 0
+        """from this rank to itself"""
 
-    @property
-    def num_bytes(self) -> int:
-        """At its widest: the messages to each rank, and behind each other; what came, and the same as rows."""
-        return self.gathered + 2 * self.sent + self.received + self.arrived
-
-    def add(self, table: TableRequest, sent: list[int], arrived: list[int], gathered: int, rank: int) -> None:
-        self.gathered += _bytes(table, gathered)
+    def add(self, table: TableRequest, sent: list[int], received: list[int], rank: int) -> None:
         self.sent += _bytes(table, sum(sent) - sent[rank])
-        self.received += _bytes(table, sum(arrived) - arrived[rank])
-        self.arrived += _bytes(table, sum(arrived))
+        self.received += _bytes(table, sum(received) - received[rank])
+        self.own += _bytes(table, received[rank])
 
 
 class _AmongRanks:
-    def __init__(self, leaves: _Leaves, route: Route, plans: Plans, rank: int) -> None:
+    """is_staged: messages are in host memory."""
+
+    def __init__(self, leaves: _Leaves, route: Route, plans: Plans, rank: int, is_staged: bool) -> None:
         self._leaves = leaves
         self._keeps = plans.window == "once"
+        self._is_staged = is_staged
         self._bring = [_Traffic() for _ in leaves.rows]
         self._take = [_Traffic() for _ in leaves.rows]
         self._slot_gradients = self._owned = 0
@@ -95,28 +96,38 @@ class _AmongRanks:
             self._slot_gradients += _bytes(table, sum(len(slots) for slots in of_table.slots))
             self._owned += 0 if table.table.frozen else _bytes(table, len(owned.keys))
             for i in range(len(leaves.rows)):
-                self._add(table, of_table, i, rank)
-
-    def _add(self, table: TableRequest, plans: TablePlans, i: int, rank: int) -> None:
-        bring_out = [_num(plan.bring[i], len(slots)) for plan, slots in zip(plans.owner, plans.slots, strict=True)]
-        take_in = [_num(plan.take[i], len(slots)) for plan, slots in zip(plans.owner, plans.slots, strict=True)]
-        bring_in, take_out = plans.bring_counts[i], plans.take_counts[i]
-        in_place = bring_out[0] if plans.owner[0].bring[i] is None else 0  # rank 0 asks for the first slots, in order
-        self._bring[i].add(table, bring_out, bring_in, sum(bring_out) - in_place, rank)
-        gathered = 0 if plans.requester.take[i] is None else sum(take_out)
-        self._take[i].add(table, take_out, take_in, gathered, rank)
+                bring_out = [len(of_requester[i]) for of_requester in of_table.bring_slots]
+                self._bring[i].add(table, bring_out, of_table.bring_counts[i], rank)
+                requesters = zip(of_table.take_places, of_table.slots, strict=True)
+                take_in = [_num(places[i], len(slots)) for places, slots in requesters]
+                self._take[i].add(table, of_table.take_counts[i], take_in, rank)
 
     def all(self, is_windowed: bool) -> Iterator[Moment]:
         leaves, last = self._leaves, len(self._leaves.rows) - 1
         rows = leaves.distinct if self._keeps or last == 0 else 0
-        summed = leaves.distinct if last > 0 else 0
+        summed, slots = (leaves.distinct, self._slot_gradients) if last > 0 else (0, 0)
         for i in range(last + 1):
             earlier = sum(leaves.rows[:i]) if is_windowed else leaves.rows[i - 1] if i > 0 else 0
-            so_far = summed + self._slot_gradients if i > 0 and not is_windowed else 0
-            yield Moment(rows if i > 0 else rows - leaves.distinct, earlier, so_far, self._bring[i].num_bytes)
-            returned = summed + leaves.gradients[i] + (self._slot_gradients if last > 0 else 0)
-            yield Moment(rows, leaves.live(i, is_windowed), returned, self._take[i].num_bytes)
+            so_far = summed + slots if i > 0 and not is_windowed else 0
+            bring, take = self._bring[i], self._take[i]
+            yield Moment(rows, earlier + leaves.rows[i], so_far, self._messages(bring))
+            returned = summed + leaves.gradients[i] + slots
+            # Of the only micro-batch nothing is gathered: the owner keeps the message, or a copy on the device.
+            exchanged = self._messages(take) + take.own if last > 0 else max(self._messages(take), take.received)
+            yield Moment(rows, leaves.live(i, is_windowed), returned, exchanged)
         yield Moment(rows, leaves.rows[last], summed + self._slot_gradients + self._owned)
+
+    @property
+    def in_host(self) -> int:
+        """At most: all rows that are sent, which are given ahead; of one micro-batch what comes in, and both ways of
+        its gradients."""
+        if not self._is_staged:
+            return 0
+        rows = sum(bring.sent for bring in self._bring) + max(bring.received for bring in self._bring)
+        return rows + max(take.sent + take.received for take in self._take)
+
+    def _messages(self, traffic: _Traffic) -> int:
+        return 0 if self._is_staged else traffic.sent + traffic.received
 
 
 def _num(places: Places, num_all: int) -> int:

@@ -23,6 +23,7 @@ def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_pla
 def add_rows(
     target: Tensor, places: Tensor | None, source: Tensor, is_first: Tensor | None, is_unsound: Tensor | None
 ) -> None:
+    source = source.to(target.device)
     before = target[: len(source)] if places is None else target.index_select(0, places)
     total = before + source if is_first is None else torch.where(is_first[:, None], source, before + source)
     if places is None:

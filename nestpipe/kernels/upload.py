@@ -4,15 +4,11 @@ A copy has to wait for its turn at the device's engine, and rows of a later batc
 time. So on CUDA a kernel reads the list over the link itself.
 """
 
-from collections import deque
-
 import torch
 from torch import Tensor
 
 from nestpipe.kernels.dispatch import HAS_TRITON
-
-_lent: deque[tuple[torch.Event, Tensor]] = deque()
-"""host memory that a kernel reads, and when it has: torch knows of copies only, and would use it again before"""
+from nestpipe.kernels.lent import lend
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
@@ -25,7 +21,5 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
 
     here, there = numbers.contiguous().pin_memory(), torch.empty_like(numbers, device=device)
     triton_upload.fetch(here, there)
-    while _lent and _lent[0][0].query():
-        _lent.popleft()
-    _lent.append((torch.accelerator.current_stream(device).record_event(), here))
+    lend(here, device)
     return there

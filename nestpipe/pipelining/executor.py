@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from itertools import groupby
 
 import torch
 
@@ -96,12 +97,14 @@ class Executor:
 
     def wait(self, op: Op) -> None:
         """Until what the operation waits for is done; the time counts for the stage that is late."""
-        for name in op.waits_for:
-            pending = self._pending.get(name)
-            if pending is None or (pending.done() and not pending.exception() and pending.result() is None):
+        for stage, names in groupby(op.waits_for, key=lambda name: name[0]):
+            found = [self._pending[name] for name in names if name in self._pending]
+            late = [pending for pending in found if not _is_over(pending)]
+            if not late:
                 continue
-            with self._trace.span(name[0]):  # on a device its stream may have to wait, even if this thread has not
-                wait_for(self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE))  # raises what it raised
+            with self._trace.span(stage):  # on a device its stream may have to wait, even if this thread has not
+                for pending in late:
+                    wait_for(self._watch.wait(pending, stage, is_remote=stage in REMOTE))  # raises what it raised
         self._forget_done(op.batch)
 
     def drain(self) -> None:
@@ -173,3 +176,8 @@ class Executor:
         done = [name for name, pending in self._pending.items() if name[1] < batch and pending.done()]
         for name in done:
             self._pending.pop(name).result()
+
+
+def _is_over(pending: Future[Mark]) -> bool:
+    """Whether nothing is left to wait for, nor to raise."""
+    return pending.done() and not pending.exception() and pending.result() is None

@@ -245,6 +245,7 @@ class Pipeline:
         if budget_bytes is None:
             return None
         lanes = {"is_windowed": schedule in WINDOWED, "is_overlapping": schedule in OVERLAPPING}
+        lanes["is_staged"] = self.world.rows.is_staged
         return DeviceMemory(budget_bytes, self.world.rank, self.world.device, **lanes)
 
     def _leave_step(self) -> None:

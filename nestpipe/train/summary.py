@@ -98,12 +98,12 @@ def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | 
     has_device, needed = has_streams(world.device), result.device_bytes
     whole = torch.accelerator.max_memory_allocated(world.device) if has_device else 0
     terms = (needed or DeviceBytes()).terms
-    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole, *terms.values()]])
+    staging = needed.staging if needed is not None else 0
+    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole, staging, *terms.values()]])
     of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
-    most, peak, _, *parts = of_ranks[int(of_ranks[:, 0].argmax())].tolist()
+    most, peak, _, staging, *parts = of_ranks[int(of_ranks[:, 0].argmax())].tolist()
     device = {"whole_device_peak_bytes": int(of_ranks[:, 2].max()) if has_device else None}
     if needed is None:
         return device if has_device else None
     of_terms = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
-    staging = DeviceBytes(*parts).staging if has_device else 0
     return {"formula_bytes": most, "peak_bytes": peak, **of_terms, "host_staging_bytes": staging, **device}

@@ -13,6 +13,7 @@ from nestpipe.bench.h200_four_ranks_figures import counted_steps, figures
 from nestpipe.bench.h200_four_ranks_recipe import (
     AS_PUBLISHED,
     COVERED,
+    DENSE_OVER_EXCHANGE,
     PUBLISHED,
     Recipe,
     adjusted,
@@ -111,7 +112,7 @@ def test_dense_compute_covers_the_exchange() -> None:
         recipe = adjusted(recipe, machine(recipe))
     parts = machine(recipe)
     assert recipe.remote_share == COVERED.remote_share
-    assert parts["dense_ms"] / parts["exposed_exchange_ms"] == pytest.approx(1.5, abs=0.06)
+    assert parts["dense_ms"] / parts["exposed_exchange_ms"] == pytest.approx(DENSE_OVER_EXCHANGE, abs=0.06)
 
 
 def test_sizes_have_limits() -> None:

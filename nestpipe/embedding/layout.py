@@ -1,0 +1,53 @@
+"""How the rows of all tables lie in one message."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nestpipe.embedding.table import Table
+
+ALIGNMENT = 16
+"""bytes: what a device reads and writes at once"""
+
+
+class Layout:
+    """Rank after rank, and for each table after table; the rows of each begin at a multiple of 16 bytes. What this rank
+    sends to itself is in no message."""
+
+    def __init__(self, tables: Sequence[Table], counts: Sequence[Sequence[int]], rank: int) -> None:
+        """counts[table][rank] rows"""
+        self._tables = tables
+        self._counts = counts
+        self._others = [r for r in range(len(counts[0])) if r != rank]
+        self.sizes = [0] * len(counts[0])
+        """bytes of each rank's part"""
+        self.num_row_bytes = 0
+        """of rows alone"""
+        for other in self._others:
+            row_bytes = [_bytes(table, of[other]) for table, of in zip(tables, counts, strict=True)]
+            self.sizes[other] = sum(map(_filled_up, row_bytes))
+            self.num_row_bytes += sum(row_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def rows(self, message: Tensor) -> list[dict[int, Tensor]]:
+        """For each table by rank: where its rows lie in the message."""
+        found: list[dict[int, Tensor]] = [{} for _ in self._tables]
+        first = 0
+        for other in self._others:
+            for table, of, by_rank in zip(self._tables, self._counts, found, strict=True):
+                num_bytes = _bytes(table, of[other])
+                part = message[first : first + num_bytes]
+                by_rank[other] = part.view(table.dtype).view(of[other], table.dim)
+                first += _filled_up(num_bytes)
+        return found
+
+
+def _bytes(table: Table, num_rows: int) -> int:
+    return num_rows * table.dim * table.dtype.itemsize
+
+
+def _filled_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
