@@ -46,6 +46,8 @@ class Size:
     steps: int = 26
     left_out: int = 5
     """steps of a stretch"""
+    warm_up: int = 9
+    """steps of the first ones, none of which counts"""
     shapes: tuple[Shape, ...] = (Shape(), Shape(num_distinct=120_000, overlap=0.5))
     num_threads: int = 12
     """of the store: the threads that launch and those of lanes want cores, too"""
@@ -60,6 +62,7 @@ QUICK = Size(
     num_rounds=2,
     steps=8,
     left_out=3,
+    warm_up=8,
     shapes=(Shape(16, 32, 8, num_distinct=400, num_batches=3),),
     num_threads=2,
 )
@@ -165,7 +168,7 @@ def _compared(
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("dense", *trainers)}
     for number in range(size.num_rounds + 1):  # the first round warms up
         for name, trainer in trainers.items():
-            found = stretch(trainer, batches, size)
+            found = stretch(trainer, batches, size, is_first=number == 0)
             if number > 0:
                 rounds[name].append(found)
         times = dense.step_ms(size.steps)[size.left_out :]
@@ -212,8 +215,8 @@ def _by_rows(world: World, size: Size, features: dict[str, Feature], store: Host
     of_many = make_trainer(world, size, shape, features, store, "nested")
     ratios = []
     for number in range(size.num_rounds + 1):
-        few_ms = stretch(of_few, few, size)["step_ms"]
-        many_ms = stretch(of_many, many, size)["step_ms"]
+        few_ms = stretch(of_few, few, size, is_first=number == 0)["step_ms"]
+        many_ms = stretch(of_many, many, size, is_first=number == 0)["step_ms"]
         if number > 0:
             ratios.append(few_ms / many_ms)
     rows = {"num_rows": size.num_rows, "small_rows": size.small_rows, "threads": size.num_threads}
@@ -227,10 +230,10 @@ def spread_keys(batches: list[Batch], distance: int) -> None:
         batches[number] = replace(batch, keys=keys)
 
 
-def stretch(trainer: Trainer, batches: list[Batch], size: Size) -> dict[str, float]:
+def stretch(trainer: Trainer, batches: list[Batch], size: Size, is_first: bool) -> dict[str, float]:
     """Means over the steps of a stretch that count."""
     result = FitResult()
-    trainer.fit(Repeating(batches), size.steps, result=result)
+    trainer.fit(Repeating(batches), size.warm_up if is_first else size.steps, result=result)
     return mean_fields(result.times[size.left_out :])
 
 

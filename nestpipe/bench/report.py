@@ -51,14 +51,16 @@ class BenchResult:
 def run_bench(
     name: str, make_records: Callable[[], Iterator[Record]], path: Path, console: Console, *, quick: bool
 ) -> BenchResult:
-    """Runs it, with progress on the way, and writes `path`."""
+    """Runs it, with progress on the way, and writes `path`. If it fails, what it had found is beside it, `.partial`."""
     load_before = os.getloadavg()[0]
     started = time.perf_counter()
-    records = []
+    records: list[Record] = []
+    partial = path.with_name(f"{path.name}.partial")
     made = make_records()
     try:
         for record in made:
             records.append(record)
+            partial.write_text(json.dumps(records, indent=2) + "\n")
             seconds = time.perf_counter() - started
             line = f"{seconds:6.1f} s  record {len(records)}: {_identity(record)}"
             console.print(line, highlight=False, soft_wrap=True)
@@ -79,6 +81,7 @@ def run_bench(
         console.print(f"the machine was busy when this started (load average {load_before:.2f})", style="yellow")
     result = BenchResult(name, nestpipe.__version__, quick, environment, records)
     path.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    partial.unlink(missing_ok=True)
     return result
 
 

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.device.streams import Streams
+
+_streams: dict[torch.device, Streams] = {}
+
 
 class _Use:
     """Of a graph's memory, from a forward until its backward, or until nobody can call that any more."""
@@ -28,9 +32,8 @@ class Graph:
         self.parameters = parameters
         self._x = torch.zeros_like(x).requires_grad_()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(x.device)
         # Other threads go on with what they do. The random numbers drawn by what is recorded are drawn by no one.
-        options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        options = {"pool": pool, "stream": _recording(x.device), "capture_error_mode": "thread_local"}
         state = torch.cuda.get_rng_state(x.device)
         try:
             with torch.cuda.device(x.device), torch.enable_grad(), torch.cuda.graph(self._forward, **options):
@@ -74,6 +77,14 @@ class Graph:
         self._use = None
         of_x, *of_parameters = self._gradients
         return None if of_x is None else of_x[: len(gradient)], *of_parameters
+
+
+def _recording(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no lane has: what a lane enqueues meanwhile must not be recorded."""
+    if device not in _streams:
+        _streams[device] = Streams(device, is_exclusive=True)
+    found = _streams[device].stream("recording")
+    return torch.cuda.Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
 
 
 def _fill(memory: Tensor, lines: Tensor) -> None:

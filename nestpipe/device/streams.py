@@ -4,7 +4,9 @@ A lane of an accelerator is a thread with a stream of its own. What it enqueues 
 far a stream had got, so that another stream can go on from there while no thread waits.
 """
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -85,14 +87,38 @@ def use_here(*tensors: Tensor | None) -> None:
 class Streams:
     """One for each lane, the same as long as the world lives: the memory of a stream is used again by that stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_exclusive: bool = False) -> None:
+        """is_exclusive: shares no stream with others, whatever happens."""
         self.device = device
+        self.is_exclusive = is_exclusive
         self._of_lanes: dict[str, torch.Stream] = {}
+        with _lock:
+            _alive.add(self)
 
     def of(self, lane: str) -> AbstractContextManager[object]:
         """What is enqueued within it, in this thread, goes to the lane's stream."""
-        if not has_streams(self.device):
-            return nullcontext()
-        if lane not in self._of_lanes:
-            self._of_lanes[lane] = torch.Stream(self.device)
-        return self._of_lanes[lane]
+        return self.stream(lane) if has_streams(self.device) else nullcontext()
+
+    def stream(self, lane: str) -> torch.Stream:
+        with _lock:
+            if lane not in self._of_lanes:
+                self._of_lanes[lane] = self._draw()
+            return self._of_lanes[lane]
+
+    def _draw(self) -> torch.Stream:
+        """One that nobody here has. torch hands out the same few streams, one after the other, over and over: what one
+        user of a stream enqueues while the other records a graph is recorded with it; and lanes would wait."""
+        others = [streams for streams in _alive if streams.device == self.device]
+        for avoided in (others,) if self.is_exclusive else (others, [o for o in others if o.is_exclusive]):
+            taken = {stream.stream_id for streams in avoided for stream in streams._of_lanes.values()}
+            for _ in range(NUM_DRAWS):
+                stream = torch.Stream(self.device)
+                if stream.stream_id not in taken:
+                    return stream
+        raise RuntimeError(f"{self.device} has no stream left that is not another's")
+
+
+NUM_DRAWS = 128
+"""more than torch has streams of a device"""
+_alive: WeakSet[Streams] = WeakSet()
+_lock = threading.RLock()  # a world may be forgotten in the middle of it
