@@ -71,7 +71,7 @@ class Recipe:
         return round(self.batch_size * self.length * self.distinct_share)
 
 
-COVERED = Recipe("covered", "rowwise_adagrad", batch_size=1280, remote_share=0.75, repeats=22, dim=1024)
+COVERED = Recipe("covered", "rowwise_adagrad", batch_size=1024, remote_share=0.75, repeats=22, dim=1024)
 AS_PUBLISHED = Recipe("published", "adam", batch_size=2048, remote_share=0.3, repeats=12, hidden=256)
 
 

@@ -19,8 +19,8 @@ from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, de
 class Channel:
     """All ranks use a channel in the same order. In a world of one nothing is sent.
 
-    Collectives are of host memory: what is on a device passes through pinned memory, and the thread waits for the copy.
-    Given a device group, those of device memory go through it, directly; then `lane` is the only thread that issues
+    Collectives are of host memory: what is on a device passes through pinned memory, which the thread waits for. Given
+    a device group, those of device memory go through it, directly; then `lane` is the only thread that issues
     any, for all channels, in an order that is the same on every rank.
 
     The main thread never waits inside a collective: there it could neither be interrupted nor give up. It hands the
@@ -69,7 +69,9 @@ class Channel:
         order: receive_bytes[r] from rank r. What is in host memory must be complete."""
         if self.size == 1:
             return message
-        received = self.message(sum(receive_bytes))
+        is_of_rows = message.device == self._streams.device or message.is_pinned()
+        num_bytes = sum(receive_bytes)
+        received = self.message(num_bytes) if is_of_rows else torch.empty(num_bytes, dtype=torch.uint8)
         if self._is_direct(message.device):
             group = self._device_group
             self._issue(

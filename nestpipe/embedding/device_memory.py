@@ -139,12 +139,12 @@ class DeviceMemory:
         return total
 
     def _slots(self, route: Route, plans: Plans) -> int:
-        """Of this batch and the one before; in overlapping schedules of two that follow, too, and where those that are
-        neighbours share keys."""
+        """Of this batch and the one before; in overlapping schedules of one more before, which is forgotten when that
+        one has been written back, of two that follow, and where those that are neighbours share keys."""
         of_batch = _tensor_bytes(route.request) + _tensor_bytes(plans)
         if not self._is_overlapping:
             return 2 * of_batch
-        return 4 * of_batch + 3 * 2 * 8 * sum(len(owned.keys) for owned in route.owned)
+        return 5 * of_batch + 3 * 2 * 8 * sum(len(owned.keys) for owned in route.owned)
 
 
 def megabytes(num_bytes: float) -> str:

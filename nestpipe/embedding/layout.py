@@ -25,7 +25,7 @@ class Layout:
         """of rows alone"""
         for other in self._others:
             row_bytes = [_bytes(table, of[other]) for table, of in zip(tables, counts, strict=True)]
-            self.sizes[other] = sum(map(_filled_up, row_bytes))
+            self.sizes[other] = sum(map(filled_up, row_bytes))
             self.num_row_bytes += sum(row_bytes)
 
     @property
@@ -41,7 +41,7 @@ class Layout:
                 num_bytes = _bytes(table, of[other])
                 part = message[first : first + num_bytes]
                 by_rank[other] = part.view(table.dtype).view(of[other], table.dim)
-                first += _filled_up(num_bytes)
+                first += filled_up(num_bytes)
         return found
 
 
@@ -49,5 +49,6 @@ def _bytes(table: Table, num_rows: int) -> int:
     return num_rows * table.dim * table.dtype.itemsize
 
 
-def _filled_up(num_bytes: int) -> int:
+def filled_up(num_bytes: int) -> int:
+    """To a multiple of 16 bytes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

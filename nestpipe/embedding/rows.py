@@ -50,16 +50,6 @@ def give_rows(source: Tensor, places: Tensor | None, out: Tensor) -> None:
         torch.index_select(source, 0, places, out=out)
 
 
-def move_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor | None) -> None:
-    """target[to_places] = source[from_places]; None: all of target."""
-    if has_streams(target.device):
-        copy_on_device(source, from_places, target, to_places)
-    elif to_places is None:
-        torch.index_select(source, 0, from_places, out=target)
-    else:
-        target.index_copy_(0, to_places, take_rows(source, from_places))
-
-
 def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
     """target[places] += rows"""
     if has_streams(target.device):
@@ -73,9 +63,13 @@ def collect_rows(target: Tensor, places: Tensor, rows: Tensor, is_first: Tensor,
     add_on_device(target, places, rows, is_first, is_unsound)
 
 
-def copy_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor) -> None:
-    """target[to_places] = source[from_places], of two arrays that do not overlap."""
+def copy_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor | None) -> None:
+    """target[to_places] = source[from_places], of two arrays that do not overlap; None: all of target."""
     if has_streams(target.device):
         copy_on_device(source, from_places, target, to_places)
-    else:
+    elif to_places is None:
+        torch.index_select(source, 0, from_places, out=target)
+    elif source.is_contiguous() and target.is_contiguous():
         copy_records(source, from_places, target, to_places)
+    else:
+        target.index_copy_(0, to_places, take_rows(source, from_places))

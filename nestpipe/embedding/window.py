@@ -25,7 +25,7 @@ from nestpipe.embedding.local_window import LocalWindow
 from nestpipe.embedding.plan import Places, Plans, TablePlans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
-from nestpipe.embedding.rows import add_rows, empty_rows, give_rows, move_rows, put_rows, take_rows
+from nestpipe.embedding.rows import add_rows, copy_rows, empty_rows, give_rows, put_rows, take_rows
 from nestpipe.kernels.lent import lend
 
 
@@ -81,6 +81,8 @@ class RequesterTable:
 
     def _gradients_after(self, micro_batch: int, gradient: Tensor | None) -> tuple[Tensor, Places]:
         positions = self.plans.requester.take[micro_batch]
+        if self.request.table.frozen:
+            return self._empty(0), positions
         if positions is None and gradient is not None:
             return gradient, None  # of the only micro-batch: there is nothing to add it to
         if not self.keeps:
@@ -122,7 +124,7 @@ class OwnerTable:
 
     def put_own(self, rank: int, micro_batch: int, target: Tensor, places: Places) -> None:
         """Rows for this rank itself."""
-        move_rows(self.buffer.frozen_rows, self.plans.bring_slots[rank][micro_batch], target, places)
+        copy_rows(self.buffer.frozen_rows, self.plans.bring_slots[rank][micro_batch], target, places)
 
     def add(self, requester: int, micro_batch: int, gradients: Tensor) -> None:
         """To the requester's slots."""
@@ -165,10 +167,12 @@ def open_window(
 
 @dataclass(frozen=True)
 class Outgoing:
+    """A message that kernels are writing."""
+
     message: Tensor
     layout: Layout
-    is_filled: Mark
-    """from when on; None: it is, or will be when its stream gets there"""
+    moment: Mark
+    """when they have; None: it is where only what comes after them in their stream can read it, or there are none"""
 
 
 class Window:
@@ -194,15 +198,14 @@ class Window:
     def bring(self, micro_batch: int) -> None:
         """Exchange: rows from owners to requesters."""
         outgoing = self._outgoing.pop(micro_batch) if micro_batch in self._outgoing else self._give(micro_batch)
+        if self._is_staged and micro_batch + 1 < self._num_micro_batches:
+            # Rows are frozen. While these travel the next are given, so that this thread waits for its device once.
+            self._outgoing[micro_batch + 1] = self._give(micro_batch + 1)
         self.row_bytes += outgoing.layout.num_row_bytes
         counts = [table.plans.bring_counts[micro_batch] for table in self.requester]
         with self._exchanged(self.rows_channel, outgoing, counts) as received:
             for table, owner, rows in zip(self.requester, self.owner, received, strict=True):
                 table.put(micro_batch, rows, owner)
-        if self._is_staged and not self._outgoing:
-            # Rows are frozen: the others are given ahead, so that this thread need not wait for its device each time.
-            later = range(micro_batch + 1, self._num_micro_batches)
-            self._outgoing = {i: self._give(i) for i in later}
 
     def _give(self, micro_batch: int) -> Outgoing:
         """The rows of this owner, for other ranks."""
@@ -259,8 +262,8 @@ class Window:
     ) -> Iterator[list[dict[int, Tensor]]]:
         """One exchange carries all tables. counts[table][rank] rows come in: for each table, by rank, where they are,
         within the context. This rank's own are not among them."""
-        if outgoing.is_filled is not None:
-            outgoing.is_filled.synchronize()
+        if outgoing.moment is not None:
+            outgoing.moment.synchronize()
         incoming = Layout(self._tables, counts, self.rank)
         message = channel.all_to_all(outgoing.message, outgoing.layout.sizes, incoming.sizes)
         yield incoming.rows(message)

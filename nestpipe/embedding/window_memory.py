@@ -6,6 +6,7 @@ As window.py and local_window.py make it. The caller of a step holds a leaf unti
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nestpipe.embedding.layout import filled_up
 from nestpipe.embedding.plan import Places, Plans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
@@ -77,8 +78,8 @@ class _Traffic:
         """from this rank to itself"""
 
     def add(self, table: TableRequest, sent: list[int], received: list[int], rank: int) -> None:
-        self.sent += _bytes(table, sum(sent) - sent[rank])
-        self.received += _bytes(table, sum(received) - received[rank])
+        self.sent += sum(filled_up(_bytes(table, count)) for r, count in enumerate(sent) if r != rank)
+        self.received += sum(filled_up(_bytes(table, count)) for r, count in enumerate(received) if r != rank)
         self.own += _bytes(table, received[rank])
 
 
@@ -115,15 +116,16 @@ class _AmongRanks:
             # Of the only micro-batch nothing is gathered: the owner keeps the message, or a copy on the device.
             exchanged = self._messages(take) + take.own if last > 0 else max(self._messages(take), take.received)
             yield Moment(rows, leaves.live(i, is_windowed), returned, exchanged)
-        yield Moment(rows, leaves.rows[last], summed + self._slot_gradients + self._owned)
+        # What the only micro-batch returns is kept as it is: what came in, and its own part, of all its gradients.
+        returned = summed + slots if last > 0 else leaves.gradients[0] + self._take[0].received
+        yield Moment(rows, leaves.rows[last], returned + self._owned)
 
     @property
     def in_host(self) -> int:
-        """At most: all rows that are sent, which are given ahead; of one micro-batch what comes in, and both ways of
-        its gradients."""
+        """Rows of two micro-batches that are sent, of one that come in, and its gradients both ways."""
         if not self._is_staged:
             return 0
-        rows = sum(bring.sent for bring in self._bring) + max(bring.received for bring in self._bring)
+        rows = max(2 * bring.sent + bring.received for bring in self._bring)
         return rows + max(take.sent + take.received for take in self._take)
 
     def _messages(self, traffic: _Traffic) -> int:

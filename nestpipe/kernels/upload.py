@@ -19,7 +19,7 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
         return numbers.pin_memory().to(device, non_blocking=True)
     from nestpipe.kernels import triton_upload
 
-    here, there = numbers.contiguous().pin_memory(), torch.empty_like(numbers, device=device)
+    here, there = numbers.contiguous().pin_memory(), torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
     triton_upload.fetch(here, there)
     lend(here, device)
     return there

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from itertools import groupby
 
-import torch
-
 from nestpipe.device.streams import Mark, Streams, mark, wait_for
 from nestpipe.distributed import Lane
 from nestpipe.distributed.watch import Watch
@@ -25,20 +23,6 @@ ISSUING = ("rows", "gradients")
 """lanes whose operations are collectives of device memory"""
 
 
-class ThisThread:
-    """In place of a lane's thread: does at once what it is handed, in the lane's stream. For what takes a device's time
-    and none of a thread's: to wake another would take longer, and would keep this one from launching."""
-
-    def submit(self, work: Callable[[], Mark]) -> "Future[Mark]":
-        done: Future[Mark] = Future()
-        try:
-            with torch.no_grad():
-                done.set_result(work())
-        except Exception as error:  # raised where the result is waited for
-            done.set_exception(error)
-        return done
-
-
 class AbandonedError(RuntimeError):
     """An operation was given up because the run has ended."""
 
@@ -53,7 +37,6 @@ class Executor:
     mark, and the stream of an operation that waits for it goes on from there.
 
     An issuer, if there is one, is the thread of all lanes that issue collectives of device memory; each has its stream.
-    In a world of one there are none: there it is this thread.
     Their operations wait for none but the compute lane's, so it does them in the order of the list.
     """
 
@@ -64,7 +47,7 @@ class Executor:
         trace: Trace,
         watch: Watch,
         streams: Streams,
-        issuer: Lane | ThisThread | None = None,
+        issuer: Lane | None = None,
     ) -> None:
         self._operations = operations
         self._actions = actions
@@ -144,7 +127,7 @@ class Executor:
             here = mark(self._device) if len(before) < len(op.waits_for) else None
             self._pending[op.name] = self._lane(op.lane).submit(lambda: self._run(op, before, here))
 
-    def _lane(self, name: str) -> Lane | ThisThread:
+    def _lane(self, name: str) -> Lane:
         if self._issuer is not None and name in ISSUING:
             return self._issuer
         if name not in self._lanes:

@@ -31,7 +31,8 @@ def finite(values: Tensor) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """The same of many small ones, in few launches: the largest number is not finite if any is not."""
+    """The same of many small ones, in few launches: the largest number is not finite if any is not. Of one dtype they
+    should be, or each one's largest is cast."""
     return torch.nn.utils.get_total_norm([t for t in tensors if t.numel() > 0], math.inf) < math.inf
 
 

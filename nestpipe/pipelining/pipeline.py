@@ -13,9 +13,9 @@ from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
-from nestpipe.pipelining.executor import Action, Executor, ThisThread
+from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
-from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, SCHEDULES, WINDOWED, operations
+from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, SCHEDULES, WINDOWED, WITHOUT_EXCHANGE, operations
 from nestpipe.pipelining.stages import FAULTS, Flight, Stages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
@@ -61,6 +61,8 @@ class Pipeline:
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
         self.world = world or World()
+        if self.world.size == 1 and has_streams(self.world.device):
+            schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
         self.seed = seed
         self.trace = trace or Trace(device=self.world.device)
         self.num_skipped = 0
@@ -106,12 +108,9 @@ class Pipeline:
             "write_back": self.stages.write_back,
             **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
         }
-        listed = operations(schedule, num_micro_batches, steps)
+        listed, world = operations(schedule, num_micro_batches, steps), self.world
         self.last_stage = LAST_STAGE[schedule]
-        world = self.world
-        is_local = world.size == 1 and has_streams(world.device)
-        issuer = ThisThread() if is_local else world.issuer
-        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, issuer)
+        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
         self._first_step = self._number = first_step
         self._failed_step: int | None = None
         """of a device: the first one that is masked, once the host has heard of it"""

@@ -37,7 +37,11 @@ WINDOWED = ("intra", "nested")
 """those in which the exchanges of a batch run beside its dense part"""
 
 LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
-"""of what stands in the list before the next batch begins"""
+"""by schedule: with which the step of a batch ends; what is left of it is done beside the next one"""
+
+WITHOUT_EXCHANGE = {"intra": "serial", "nested": "inter"}
+"""The same without lanes for what does not travel. Copies within a device, beside its dense part, take more time from
+that than they take themselves in turn."""
 
 COMPUTE = "compute"
 """the lane of the caller's thread"""
