@@ -30,8 +30,9 @@ def widest(route: Route, plans: Plans, rank: int, is_windowed: bool, is_staged: 
     """The moment of a batch at which its window holds most. is_windowed: exchanges run beside the dense part.
     is_staged: their messages are in host memory."""
     leaves = _Leaves(route.request.tables)
-    moments = _Alone(leaves) if len(plans.tables) == 0 else _AmongRanks(leaves, route, plans, rank, is_staged)
-    widest = max(moments.all(is_windowed), key=lambda moment: moment.total)
+    is_alone = len(plans.tables) == 0
+    moments = _Alone(leaves) if is_alone else _AmongRanks(leaves, route, plans, rank, is_windowed, is_staged)
+    widest = max(moments.all(), key=lambda moment: moment.total)
     return replace(widest, in_host=moments.in_host)
 
 
@@ -46,10 +47,6 @@ class _Leaves:
         self.distinct = sum(_bytes(t, len(t.keys)) for t in tables)
         self.distinct_trained = sum(_bytes(t, len(t.keys)) for t in trained)
 
-    def live(self, micro_batch: int, is_windowed: bool) -> int:
-        """While this one is trained or returned: those brought ahead are there too."""
-        return sum(self.rows[micro_batch:]) if is_windowed else self.rows[micro_batch]
-
 
 class _Alone:
     """In a world of one: leaves, and their gradients summed once for all."""
@@ -59,12 +56,12 @@ class _Alone:
     def __init__(self, leaves: _Leaves) -> None:
         self._leaves = leaves
 
-    def all(self, is_windowed: bool) -> Iterator[Moment]:
+    def all(self) -> Iterator[Moment]:
         leaves, num_micro_batches = self._leaves, len(self._leaves.rows)
         summed = leaves.distinct_trained if num_micro_batches > 1 else 0
         for i in range(num_micro_batches):
-            yield Moment(leaves=leaves.live(i, is_windowed), gradients=summed + leaves.gradients[i])
-            if not is_windowed and i > 0:
+            yield Moment(leaves=leaves.rows[i], gradients=summed + leaves.gradients[i])
+            if i > 0:
                 yield Moment(leaves=leaves.rows[i - 1] + leaves.rows[i], gradients=summed)
 
 
@@ -86,8 +83,11 @@ class _Traffic:
 class _AmongRanks:
     """is_staged: messages are in host memory."""
 
-    def __init__(self, leaves: _Leaves, route: Route, plans: Plans, rank: int, is_staged: bool) -> None:
+    def __init__(
+        self, leaves: _Leaves, route: Route, plans: Plans, rank: int, is_windowed: bool, is_staged: bool
+    ) -> None:
         self._leaves = leaves
+        self._is_windowed = is_windowed
         self._keeps = plans.window == "once"
         self._is_staged = is_staged
         self._bring = [_Traffic() for _ in leaves.rows]
@@ -103,19 +103,20 @@ class _AmongRanks:
                 take_in = [_num(places[i], len(slots)) for places, slots in requesters]
                 self._take[i].add(table, of_table.take_counts[i], take_in, rank)
 
-    def all(self, is_windowed: bool) -> Iterator[Moment]:
+    def all(self) -> Iterator[Moment]:
         leaves, last = self._leaves, len(self._leaves.rows) - 1
         rows = leaves.distinct if self._keeps or last == 0 else 0
         summed, slots = (leaves.distinct, self._slot_gradients) if last > 0 else (0, 0)
         for i in range(last + 1):
-            earlier = sum(leaves.rows[:i]) if is_windowed else leaves.rows[i - 1] if i > 0 else 0
-            so_far = summed + slots if i > 0 and not is_windowed else 0
+            earlier = sum(leaves.rows[:i]) if self._is_windowed else leaves.rows[i - 1] if i > 0 else 0
+            so_far = summed + slots if i > 0 and not self._is_windowed else 0
             bring, take = self._bring[i], self._take[i]
             yield Moment(rows, earlier + leaves.rows[i], so_far, self._messages(bring))
             returned = summed + leaves.gradients[i] + slots
             # Of the only micro-batch nothing is gathered: the owner keeps the message, or a copy on the device.
             exchanged = self._messages(take) + take.own if last > 0 else max(self._messages(take), take.received)
-            yield Moment(rows, leaves.live(i, is_windowed), returned, exchanged)
+            live = sum(leaves.rows[i:]) if self._is_windowed else leaves.rows[i]  # those brought ahead are there too
+            yield Moment(rows, live, returned, exchanged)
         # What the only micro-batch returns is kept as it is: what came in, and its own part, of all its gradients.
         returned = summed + slots if last > 0 else leaves.gradients[0] + self._take[0].received
         yield Moment(rows, leaves.rows[last], returned + self._owned)

@@ -8,7 +8,7 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import finish_all, has_streams
+from nestpipe.device.streams import finish_all
 from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
@@ -61,7 +61,7 @@ class Pipeline:
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
         self.world = world or World()
-        if self.world.size == 1 and has_streams(self.world.device):
+        if self.world.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
         self.seed = seed
         self.trace = trace or Trace(device=self.world.device)

@@ -40,8 +40,8 @@ LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING,
 """by schedule: with which the step of a batch ends; what is left of it is done beside the next one"""
 
 WITHOUT_EXCHANGE = {"intra": "serial", "nested": "inter"}
-"""The same without lanes for what does not travel. Copies within a device, beside its dense part, take more time from
-that than they take themselves in turn."""
+"""What is played in a world of one, where nothing travels: copies of rows beside the dense part take more time from it
+than they take in turn."""
 
 COMPUTE = "compute"
 """the lane of the caller's thread"""

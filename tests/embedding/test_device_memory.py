@@ -1,6 +1,6 @@
 """The formula of device memory: against what runs really hold, against numbers worked out by hand, and as a limit.
 
-Fails, for example, if _Leaves.live leaves out the micro-batches that are brought ahead, or DeviceMemory._buffers the
+Fails, for example, if _AmongRanks.all leaves out the micro-batches that are brought ahead, or DeviceMemory._buffers the
 row state.
 """
 
@@ -98,7 +98,7 @@ def test_terms_by_hand() -> None:
         "buffers": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys is none
         "slots": 2 * 2 * (2 * 8 + 2 * 8 + 2 * 8),  # 2 batches of 2 micro-batches: positions, occurrences, offsets
         "rows": 0,
-        "leaves": (2 + 2) * 4 * 4,
+        "leaves": 2 * 4 * 4,  # nothing travels, so none is brought ahead
         "gradients": (3 + 2) * 4 * 4,
         "exchange": 0,
     }

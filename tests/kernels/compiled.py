@@ -57,7 +57,7 @@ for dtype in (torch.float32, torch.float64):
     triton_updates.adam(rows, both, gradient, mask, 0.9, 0.99, 0.1, 1e-8)
     triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, mask, 0.1, 1e-8)
     if dtype == torch.float32:
-        triton_rows.copy_rows(rows, places, gradient, places, 8, 2)
+        triton_rows.copy_rows(rows, places, gradient, places, 8)
         triton_rows.add_rows(rows, places, gradient, None, None)
         triton_updates.sgd(rows, gradient, mask, 0.1)
         triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
