@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nestpipe.device.streams import Mark, Streams, has_streams, mark, use_here, wait_for
-from nestpipe.device.tally import Tally
-from nestpipe.device.transfer import download, host_empty
+from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
 
@@ -35,7 +34,6 @@ class Channel:
         streams: Streams | None = None,
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
-        tally: Tally | None = None,
     ) -> None:
         self.name = name
         self.rank = watch.rank
@@ -45,7 +43,6 @@ class Channel:
         self._device_group = device_group
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
-        self._tally = tally
         self._num_agreed = 0
 
     @property
@@ -53,26 +50,12 @@ class Channel:
         """Whether what is on a device passes through host memory."""
         return has_streams(self._streams.device) and self._device_group is None
 
-    def message(self, num_bytes: int) -> Tensor:
-        """Memory for one, anything yet: where a collective takes it, and within reach of the device's kernels."""
-        device = self._streams.device
-        if self.is_staged:
-            made = host_empty((num_bytes,), torch.uint8, device)
-        else:
-            made = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if self._tally is not None:
-            self._tally.add(made)
-        return made
-
-    def all_to_all(self, message: Tensor, send_bytes: list[int], receive_bytes: list[int]) -> Tensor:
-        """Sends a message, send_bytes[r] of its bytes to rank r, in order of ranks; returns what came in, in the same
-        order: receive_bytes[r] from rank r. What is in host memory must be complete."""
+    def all_to_all(self, message: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> None:
+        """Sends a message, send_bytes[r] of its bytes to rank r, in order of ranks; what comes in goes to `received`,
+        in the same order: receive_bytes[r] from rank r. What is in host memory must be complete."""
         if self.size == 1:
-            return message
-        is_of_rows = message.device == self._streams.device or message.is_pinned()
-        num_bytes = sum(receive_bytes)
-        received = self.message(num_bytes) if is_of_rows else torch.empty(num_bytes, dtype=torch.uint8)
-        if self._is_direct(message.device):
+            received.copy_(message)
+        elif self._is_direct(message.device):
             group = self._device_group
             self._issue(
                 lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group),
@@ -82,7 +65,6 @@ class Channel:
         else:
             group = self._group
             self._run(lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group))
-        return received
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
@@ -95,7 +77,8 @@ class Channel:
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
         """Every rank's bytes, on every rank."""
         sizes = self.all_to_all_equal(torch.full((self.size, 1), data.numel())).flatten().tolist()
-        received = self.all_to_all(data.repeat(self.size), [data.numel()] * self.size, sizes)
+        received = torch.empty(sum(sizes), dtype=data.dtype)
+        self.all_to_all(data.repeat(self.size), [data.numel()] * self.size, received, sizes)
         return list(received.split(sizes))
 
     def all_reduce_sum(self, values: Tensor) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from nestpipe.device.streams import Streams, device_of_rank, full_device, has_streams
-from nestpipe.device.tally import embedding_memory
 from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
@@ -111,8 +110,7 @@ class World:
             lane = self.issuer
             if self.backend == "nccl" or not has_streams(self.device):  # gloo cannot take what is on a device
                 device_group = self._group(self.backend)
-        tally = embedding_memory if is_on_device else None
-        return Channel(name, self.watch, group, self.streams, lane, device_group, tally)
+        return Channel(name, self.watch, group, self.streams, lane, device_group)
 
     def _group(self, backend: str) -> dist.ProcessGroup | None:
         # The watch decides how long to wait, by the main thread's clock; the backend's own limit must not come first.

@@ -2,8 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from nestpipe.device.streams import has_streams
+from nestpipe.device.tally import embedding_memory
+from nestpipe.device.transfer import host_empty
+from nestpipe.embedding.memory import recycled
 from nestpipe.embedding.table import Table
 
 ALIGNMENT = 16
@@ -31,6 +36,17 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         return sum(self.sizes)
+
+    def message(self, device: torch.device, is_staged: bool) -> Tensor:
+        """Memory for one, anything yet, for rows that are on this device."""
+        if not has_streams(device):
+            made = recycled.empty((self.num_bytes,), torch.uint8)
+        elif is_staged:
+            made = host_empty((self.num_bytes,), torch.uint8, device)
+        else:
+            made = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        embedding_memory.add(made)
+        return made
 
     def rows(self, message: Tensor) -> list[dict[int, Tensor]]:
         """For each table by rank: where its rows lie in the message."""

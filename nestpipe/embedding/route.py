@@ -125,7 +125,9 @@ def _exchange_keys(request: Request, counts: list[list[int]], channel: Channel) 
         receive_bytes[rank] = sum(counts[rank]) * key_bytes
     requested = [[table.of_owner(channel.rank) for table in request.tables]] * channel.size
     send_bytes = [part.numel() for part in parts]
-    messages = channel.all_to_all(torch.cat(parts), send_bytes, receive_bytes).split(receive_bytes)
+    received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
+    channel.all_to_all(torch.cat(parts), send_bytes, received, receive_bytes)
+    messages = received.split(receive_bytes)
     for rank in others:
         requested[rank] = _decode_keys(messages[rank], counts[rank], num_micro_batches)
     return requested, sum(send_bytes)

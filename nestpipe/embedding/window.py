@@ -212,7 +212,7 @@ class Window:
         ranks = range(self.size)
         counts = [[table.num_brought(rank, micro_batch) for rank in ranks] for table in self.owner]
         layout = Layout(self._tables, counts, self.rank)
-        message = self.rows_channel.message(layout.num_bytes)
+        message = layout.message(self._device, self._is_staged)
         for table, of_ranks in zip(self.owner, layout.rows(message), strict=True):
             for rank, out in of_ranks.items():
                 table.give(rank, micro_batch, out)
@@ -226,7 +226,7 @@ class Window:
         """Gradient return: from requesters to owners. By table; a leaf without gradient may be left out."""
         use_here(*gradients.values())
         layout = Layout(self._tables, [table.plans.take_counts[micro_batch] for table in self.requester], self.rank)
-        message = self.gradients_channel.message(layout.num_bytes)
+        message = layout.message(self._device, self._is_staged)
         own: list[Tensor] = []
         for table, of_ranks in zip(self.requester, layout.rows(message), strict=True):
             returned = table.returned(micro_batch, gradients.get(table.request.table.name))
@@ -265,7 +265,8 @@ class Window:
         if outgoing.moment is not None:
             outgoing.moment.synchronize()
         incoming = Layout(self._tables, counts, self.rank)
-        message = channel.all_to_all(outgoing.message, outgoing.layout.sizes, incoming.sizes)
-        yield incoming.rows(message)
+        received = incoming.message(self._device, self._is_staged)
+        channel.all_to_all(outgoing.message, outgoing.layout.sizes, received, incoming.sizes)
+        yield incoming.rows(received)
         if self._is_staged:
-            lend(message, self._device)
+            lend(received, self._device)
