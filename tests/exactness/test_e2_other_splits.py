@@ -45,7 +45,11 @@ CASES = [Case("adagrad", "shared", steps=STEPS), Case("adam", "pooled_mean", ste
 
 @pytest.mark.parametrize(
     ("schedule", "size", "case"),
-    [pytest.param("intra", 1, CASES[1], marks=pytest.mark.slow), ("nested", 3, CASES[0])],
+    [
+        pytest.param("intra", 1, CASES[1], marks=pytest.mark.slow),
+        pytest.param("nested", 3, CASES[0], marks=pytest.mark.slow),
+        ("nested", 2, CASES[0]),
+    ],
     ids=str,
 )
 def test_other_splits(schedule: str, size: int, case: Case) -> None:
