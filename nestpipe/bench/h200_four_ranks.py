@@ -4,6 +4,7 @@ The sizes of a recipe are found first, by short runs of serial. Then the schedul
 in one set of ranks. They share one store; each has a model of its own.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,8 +51,6 @@ class Size:
     most_counted: int = 5
     round_seconds: float = 15.0
     num_calibrations: int = 4
-    num_threads: int = 3
-    """of a rank's store: what launches, and what exchanges, wants cores, too"""
     is_quick: bool = False
 
     @property
@@ -70,7 +69,6 @@ QUICK = Size(
     left_out_last=1,
     most_counted=2,
     num_calibrations=2,
-    num_threads=1,
     is_quick=True,
 )
 
@@ -94,7 +92,8 @@ class Comparison:
 
     def __init__(self, world: World, size: Size, recipe: Recipe) -> None:
         self.world, self.size = world, size
-        self.threads = size.num_threads
+        # Of its cores a rank's store has all but one: what launches, and what exchanges, wants some, too.
+        self.threads = max(1, len(os.sched_getaffinity(0)) // world.size - 1)
         torch.set_num_threads(1)  # the store has the others
         self.features = make_features(recipe)
         self.pools = keys_by_owner(size.rows_a_rank, world.size)

@@ -30,26 +30,6 @@ def take_rows(source: Tensor, places: Tensor) -> Tensor:
     return torch.index_select(source, 0, places, out=out)
 
 
-def put_rows(target: Tensor, places: Tensor | None, rows: Tensor) -> None:
-    """target[places] = rows; None: all of target. Rows may be in host memory that a device can reach."""
-    if has_streams(target.device):
-        copy_on_device(rows, None, target, places)
-    elif places is None:
-        target.copy_(rows)
-    else:
-        target.index_copy_(0, places, rows)
-
-
-def give_rows(source: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """out[:] = source[places]; None: all of source. Out may be in host memory that a device can reach."""
-    if has_streams(source.device):
-        copy_on_device(source, places, out, None)
-    elif places is None:
-        out.copy_(source)
-    else:
-        torch.index_select(source, 0, places, out=out)
-
-
 def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
     """target[places] += rows"""
     if has_streams(target.device):
@@ -63,12 +43,18 @@ def collect_rows(target: Tensor, places: Tensor, rows: Tensor, is_first: Tensor,
     add_on_device(target, places, rows, is_first, is_unsound)
 
 
-def copy_rows(source: Tensor, from_places: Tensor, target: Tensor, to_places: Tensor | None) -> None:
-    """target[to_places] = source[from_places], of two arrays that do not overlap; None: all of target."""
-    if has_streams(target.device):
+def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
+    """target[to_places] = source[from_places], of two arrays that do not overlap; None: all of them, in order. One of
+    the two may be in host memory that the other's device can reach."""
+    if has_streams(source.device) or has_streams(target.device):
         copy_on_device(source, from_places, target, to_places)
     elif to_places is None:
-        torch.index_select(source, 0, from_places, out=target)
+        if from_places is None:
+            target.copy_(source)
+        else:
+            torch.index_select(source, 0, from_places, out=target)
+    elif from_places is None:
+        target.index_copy_(0, to_places, source)
     elif source.is_contiguous() and target.is_contiguous():
         copy_records(source, from_places, target, to_places)
     else:

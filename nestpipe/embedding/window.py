@@ -25,7 +25,7 @@ from nestpipe.embedding.local_window import LocalWindow
 from nestpipe.embedding.plan import Places, Plans, TablePlans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
-from nestpipe.embedding.rows import add_rows, copy_rows, empty_rows, give_rows, put_rows, take_rows
+from nestpipe.embedding.rows import add_rows, copy_rows, empty_rows, take_rows
 from nestpipe.kernels.lent import lend
 
 
@@ -59,7 +59,7 @@ class RequesterTable:
             target, places = self.rows, positions
         for rank, (of_rank, chosen) in enumerate(_split(target, places, counts)):
             if rank in from_others:
-                put_rows(of_rank, chosen, from_others[rank])
+                copy_rows(from_others[rank], None, of_rank, chosen)
             else:
                 owner.put_own(rank, micro_batch, of_rank, chosen)
         if is_leaf:
@@ -120,7 +120,7 @@ class OwnerTable:
 
     def give(self, requester: int, micro_batch: int, out: Tensor) -> None:
         """Rows for another rank."""
-        give_rows(self.buffer.frozen_rows, self.plans.bring_slots[requester][micro_batch], out)
+        copy_rows(self.buffer.frozen_rows, self.plans.bring_slots[requester][micro_batch], out, None)
 
     def put_own(self, rank: int, micro_batch: int, target: Tensor, places: Places) -> None:
         """Rows for this rank itself."""
@@ -135,7 +135,7 @@ class OwnerTable:
             self._slot_gradients[requester] = gradients
         else:
             self._slot_gradients[requester] = slots = self._empty(len(gradients))
-            put_rows(slots, None, gradients)
+            copy_rows(gradients, None, slots, None)
 
     def slot_gradients(self, requester: int) -> Tensor:
         """[its keys, dim], zeros at first."""
@@ -234,7 +234,7 @@ class Window:
                 if rank == self.rank:
                     own.append(rows if places is None else take_rows(rows, places))
                 else:
-                    give_rows(rows, places, of_ranks[rank])
+                    copy_rows(rows, places, of_ranks[rank], None)
         self.gradient_bytes += layout.num_row_bytes
         counts = [[table.num_taken(rank, micro_batch) for rank in range(self.size)] for table in self.owner]
         with self._exchanged(self.gradients_channel, self._filled(message, layout), counts) as received:

@@ -30,10 +30,13 @@ def finite(values: Tensor) -> Tensor:
     return torch.stack(values.aminmax()).isfinite().all()
 
 
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The same of many small ones, in few launches: the largest number is not finite if any is not. Of one dtype they
-    should be, or each one's largest is cast."""
-    return torch.nn.utils.get_total_norm([t for t in tensors if t.numel() > 0], math.inf) < math.inf
+    should be, or each one's largest is cast. There may be none, on a rank without samples."""
+    some = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not some:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.nn.utils.get_total_norm(some, math.inf) < math.inf
 
 
 def are_finite(values: Tensor) -> bool:

@@ -86,7 +86,7 @@ class DenseReducer:
         """Whether all is finite is found out, and told to other ranks, on the device; the host goes on meanwhile."""
         device = self.world.device
         total = loss if loss is not None else torch.zeros((), dtype=torch.float64, device=device)
-        of_dense = all_finite([p.grad for p in self.parameters if p.grad is not None])
+        of_dense = all_finite([p.grad for p in self.parameters if p.grad is not None], device)
         is_unsound = ~torch.stack([total.isfinite(), of_dense, *step.finite_gradients()]).all()
         if self.world.size == 1:
             self._agree(step, True, None)

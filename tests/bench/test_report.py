@@ -1,6 +1,7 @@
 """What a result file says of the machine."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,19 @@ def test_the_accelerator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("nestpipe.bench.report._driver_version", lambda: "550.1")
     environment = environment_of(tmp_path / "some.json")
     assert (environment["accelerator"], environment["driver"]) == ("2 x Some GPU", "550.1")
+
+
+def test_what_was_found_before_a_failure_stays(tmp_path: Path) -> None:
+    """Fails if run_bench writes records only when it has all of them."""
+    path = tmp_path / "some.json"
+
+    def failing() -> Iterator[dict[str, float]]:
+        yield {"speed": 1.0}
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        run_bench("some", failing, path, Console(quiet=True), quick=True)
+    assert not path.exists()
+    assert json.loads((tmp_path / "some.json.partial").read_text()) == [{"speed": 1.0}]
+    run_bench("some", lambda: iter([{"speed": 2.0}]), path, Console(quiet=True), quick=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["some.json"]

@@ -1,0 +1,24 @@
+"""Dense gradients that are looked at together.
+
+Fails if all_finite asks torch for the norm of no gradients, which torch answers in host memory: a rank without samples
+has none, and what other ranks hear of it is on the device.
+"""
+
+import pytest
+import torch
+
+from nestpipe.pipelining.finite import all_finite
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("number", [1.0, float("inf"), float("-inf"), float("nan"), 3e38])
+def test_one_number_of_many(number: float) -> None:
+    tensors = [torch.zeros(3, 4), torch.empty(0), torch.tensor([0.0, number])]
+    assert bool(all_finite(tensors, CPU)) == bool(torch.tensor(number).isfinite())
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.empty(0, 4)]])
+def test_none_at_all(tensors: list[torch.Tensor]) -> None:
+    assert bool(all_finite(tensors, CPU))
+    assert all_finite(tensors, torch.device("meta")).device.type == "meta"
