@@ -18,7 +18,7 @@ from nestpipe.store import group_by_owner
 from tests.exactness.cases import on_ranks
 from tests.ranks import run_ranks
 
-DIM, PER_SAMPLE = 48, 6
+DIM, PER_SAMPLE = 96, 6
 PLENTY = 10**12
 
 
