@@ -130,7 +130,7 @@ def test_terms_among_ranks_by_hand() -> None:
 
 def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int, int, int]:
     """Of two ranks, one has a batch that is too large, as the first and as the third; it goes on after both."""
-    trainer = make_trainer(world, schedule, 2, device_budget_bytes=7_000_000)
+    trainer = make_trainer(world, schedule, 2, device_budget_bytes=14_000_000)
     sizes = 1000 if world.rank == large_rank else 20
     texts, steps = [], []
     for before in (0, 2):
@@ -152,7 +152,7 @@ def test_too_large_a_batch_is_refused_on_every_rank(schedule: str, size: int, la
     for rank, (first, third, *steps) in enumerate(on_ranks(size, refused, schedule, large_rank)):
         for text in (first, third):
             assert ("rank 1 failed: ValueError: a batch with" in text) == (rank != large_rank)
-            assert "device_budget_bytes, 7.00 MB:" in text
+            assert "device_budget_bytes, 14.00 MB:" in text
             assert "buffers (2 x 1.25 x owned keys x (row + row state)) +" in text
             assert "Take a smaller batch" in text
         assert steps == [0, 2, 3]
