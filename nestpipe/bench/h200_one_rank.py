@@ -242,6 +242,6 @@ def mean_fields(times: list[StepTimes]) -> dict[str, float]:
     for stage, field in STAGES.items():
         fields[field] = fields.get(field, 0.0) + statistics.mean(step.stages[stage] for step in times)
     fields["overlap_sync_ms"] = statistics.mean(step.stages["overlap_sync"] for step in times)
-    for name, stages in {"busy_host_ms": ("retrieve", "write_back"), "busy_input_ms": ("prefetch",)}.items():
-        fields[name] = statistics.mean(sum(step.busy.get(stage, 0.0) for stage in stages) for step in times)
+    for name in ("busy_host_ms", "busy_input_ms"):
+        fields[name] = statistics.mean(step.busy.get(name, 0.0) for step in times)
     return fields

@@ -8,7 +8,7 @@ micro-batches.
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +54,16 @@ def records(quick: bool) -> Iterator[Record]:
 class SlowChannel(Channel):
     """Every exchange takes EXCHANGE_MS."""
 
-    def all_to_all(self, message: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> None:
+    def all_to_all(
+        self,
+        message: Tensor,
+        send_bytes: list[int],
+        received: Tensor,
+        receive_bytes: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         end = time.perf_counter() + EXCHANGE_MS / 1e3
-        super().all_to_all(message, send_bytes, received, receive_bytes)
+        super().all_to_all(message, send_bytes, received, receive_bytes, meanwhile)
         time.sleep(max(0.0, end - time.perf_counter()))
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from nestpipe.device.streams import Mark, Streams, has_streams, mark, use_here, 
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
+
+T = TypeVar("T")
 
 
 class Channel:
@@ -50,28 +52,37 @@ class Channel:
         """Whether what is on a device passes through host memory."""
         return has_streams(self._streams.device) and self._device_group is None
 
-    def all_to_all(self, message: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]) -> None:
+    def all_to_all(
+        self,
+        message: Tensor,
+        send_bytes: list[int],
+        received: Tensor,
+        receive_bytes: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sends a message, send_bytes[r] of its bytes to rank r, in order of ranks; what comes in goes to `received`,
-        in the same order: receive_bytes[r] from rank r. What is in host memory must be complete."""
+        in the same order: receive_bytes[r] from rank r. What is in host memory must be complete.
+
+        meanwhile: what this thread does while the message travels.
+        """
+        sizes = receive_bytes, send_bytes
         if self.size == 1:
             received.copy_(message)
+            meanwhile()
         elif self._is_direct(message.device):
             group = self._device_group
-            self._issue(
-                lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group),
-                message,
-                received,
-            )
+            self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
+            meanwhile()  # comes after it in the stream
         else:
             group = self._group
-            self._run(lambda: dist.all_to_all_single(received, message, receive_bytes, send_bytes, group=group))
+            self._run(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True), meanwhile)
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
         if self.size == 1:
             return parts
         parts, received = parts.contiguous(), torch.empty(parts.shape, dtype=parts.dtype)
-        self._run(lambda: dist.all_to_all_single(received, parts, group=self._group))
+        self._run(lambda: dist.all_to_all_single(received, parts, group=self._group, async_op=True))
         return received
 
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
@@ -87,7 +98,7 @@ class Channel:
             self._issue(lambda: dist.all_reduce(values, group=self._device_group), values)
         elif self.size > 1:
             here = download(values)
-            self._run(lambda: dist.all_reduce(here, group=self._group))
+            self._run(lambda: dist.all_reduce(here, group=self._group, async_op=True))
             if here is not values:
                 values.copy_(here, non_blocking=True)
 
@@ -132,12 +143,16 @@ class Channel:
     def close(self) -> None:
         self._lane.close()
 
-    def _run(self, collective: Callable[[], object]) -> None:
+    def _run(self, begin: Callable[[], dist.Work], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Of host memory."""
         if isinstance(threading.current_thread(), LaneThread):
-            self._guarded(collective)
+            work = self._guarded(begin)
+            meanwhile()
+            self._guarded(work.wait)
         else:
-            self.watch.wait(self._lane.submit(lambda: self._guarded(collective)), self.name)
+            pending = self._lane.submit(lambda: self._guarded(lambda: begin().wait()))
+            meanwhile()
+            self.watch.wait(pending, self.name)
 
     def _is_direct(self, device: torch.device) -> bool:
         return self._device_group is not None and device == self._streams.device
@@ -159,8 +174,8 @@ class Channel:
 
         wait_for(self.watch.wait(self._lane.submit(issue), self.name))
 
-    def _guarded(self, collective: Callable[[], object]) -> None:
+    def _guarded(self, collective: Callable[[], T]) -> T:
         try:
-            collective()
+            return collective()
         except RuntimeError as error:
             raise LostConnectionError(str(error)) from error

@@ -5,11 +5,12 @@ summed there and travels after the last one. Resend: both travel with every micr
 summation is the same: a requester's micro-batches 0, 1, ..., then the requesters in order of rank. In a world of one
 nothing travels: see local_window.py.
 
-Rows are gathered into a message and put in their places from it, without a copy in between. Where what is on a device
-passes through host memory, the device's kernels reach for it there: copies would stand behind those of whole buffers.
+Rows are gathered into a message and put in their places from it, without a copy in between; a rank's own, while the
+message travels. Where what is on a device passes through host memory, the device's kernels reach for it there: copies
+would stand behind those of whole buffers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,24 +50,18 @@ class RequesterTable:
     def gradients(self) -> Tensor:
         return self._empty(len(self.request.keys)).zero_()
 
-    def put(self, micro_batch: int, from_others: Mapping[int, Tensor], owner: "OwnerTable") -> None:
-        """Rows that were brought, and this rank's own; from them, and from those of earlier micro-batches, the leaf."""
+    def arriving(self, micro_batch: int) -> list[tuple[Tensor, Places]]:
+        """Where the rows that a micro-batch is brought are to be put, rank by rank: rows, and which of them."""
         positions, counts = self.plans.requester.bring[micro_batch], self.plans.bring_counts[micro_batch]
-        is_leaf = not self.keeps and positions is not None
-        if is_leaf or positions is None:  # what the micro-batch uses, in the same order, in memory of its own
-            target, places = self._empty(sum(counts)), None
-        else:
-            target, places = self.rows, positions
-        for rank, (of_rank, chosen) in enumerate(_split(target, places, counts)):
-            if rank in from_others:
-                copy_rows(from_others[rank], None, of_rank, chosen)
-            else:
-                owner.put_own(rank, micro_batch, of_rank, chosen)
-        if is_leaf:
-            self._leaves[micro_batch] = target
-            return
-        self.rows = target
-        self._leaves[micro_batch] = take_rows(self.rows, self.request.leaves[micro_batch])
+        if self.keeps and positions is not None:
+            return list(_split(self.rows, positions, counts))
+        self._leaves[micro_batch] = leaf = self._empty(sum(counts))  # they are what it uses, in the same order
+        return list(_split(leaf, None, counts))
+
+    def gather(self, micro_batch: int) -> None:
+        """When they have been put: the leaf, from them and from those of earlier micro-batches."""
+        if micro_batch not in self._leaves:
+            self._leaves[micro_batch] = take_rows(self.rows, self.request.leaves[micro_batch])
 
     def leaf(self, micro_batch: int) -> Tensor:
         """The micro-batch's distinct rows, gathered afresh when they were brought; its gradient will arrive in it."""
@@ -198,14 +193,22 @@ class Window:
     def bring(self, micro_batch: int) -> None:
         """Exchange: rows from owners to requesters."""
         outgoing = self._outgoing.pop(micro_batch) if micro_batch in self._outgoing else self._give(micro_batch)
-        if self._is_staged and micro_batch + 1 < self._num_micro_batches:
+        places = [table.arriving(micro_batch) for table in self.requester]
+
+        def meanwhile() -> None:
             # Rows are frozen. While these travel the next are given, so that this thread waits for its device once.
-            self._outgoing[micro_batch + 1] = self._give(micro_batch + 1)
+            if self._is_staged and micro_batch + 1 < self._num_micro_batches:
+                self._outgoing[micro_batch + 1] = self._give(micro_batch + 1)
+            for owner, of_ranks in zip(self.owner, places, strict=True):
+                owner.put_own(self.rank, micro_batch, *of_ranks[self.rank])
+
         self.row_bytes += outgoing.layout.num_row_bytes
         counts = [table.plans.bring_counts[micro_batch] for table in self.requester]
-        with self._exchanged(self.rows_channel, outgoing, counts) as received:
-            for table, owner, rows in zip(self.requester, self.owner, received, strict=True):
-                table.put(micro_batch, rows, owner)
+        with self._exchanged(self.rows_channel, outgoing, counts, meanwhile) as received:
+            for table, of_ranks, of_others in zip(self.requester, places, received, strict=True):
+                for rank, rows in of_others.items():
+                    copy_rows(rows, None, *of_ranks[rank])
+                table.gather(micro_batch)
 
     def _give(self, micro_batch: int) -> Outgoing:
         """The rows of this owner, for other ranks."""
@@ -227,20 +230,25 @@ class Window:
         use_here(*gradients.values())
         layout = Layout(self._tables, [table.plans.take_counts[micro_batch] for table in self.requester], self.rank)
         message = layout.message(self._device, self._is_staged)
-        own: list[Tensor] = []
+        own: list[tuple[Tensor, Places]] = []
         for table, of_ranks in zip(self.requester, layout.rows(message), strict=True):
-            returned = table.returned(micro_batch, gradients.get(table.request.table.name))
-            for rank, (rows, places) in enumerate(returned):
-                if rank == self.rank:
-                    own.append(rows if places is None else take_rows(rows, places))
-                else:
-                    copy_rows(rows, places, of_ranks[rank], None)
+            returned = list(table.returned(micro_batch, gradients.get(table.request.table.name)))
+            own.append(returned[self.rank])
+            for rank, out in of_ranks.items():
+                rows, places = returned[rank]
+                copy_rows(rows, places, out, None)
+
+        def meanwhile() -> None:
+            for owner, (rows, places) in zip(self.owner, own, strict=True):
+                owner.add(self.rank, micro_batch, rows if places is None else take_rows(rows, places))
+
         self.gradient_bytes += layout.num_row_bytes
         counts = [[table.num_taken(rank, micro_batch) for rank in range(self.size)] for table in self.owner]
-        with self._exchanged(self.gradients_channel, self._filled(message, layout), counts) as received:
-            for owner, of_others, of_own in zip(self.owner, received, own, strict=True):
-                for rank in range(self.size):
-                    owner.add(rank, micro_batch, of_others.get(rank, of_own))
+        outgoing = self._filled(message, layout)
+        with self._exchanged(self.gradients_channel, outgoing, counts, meanwhile) as received:
+            for owner, of_others in zip(self.owner, received, strict=True):
+                for rank, rows in of_others.items():
+                    owner.add(rank, micro_batch, rows)
 
     def gradients(self) -> list[Tensor | None]:
         """Of each table's slots, for the whole global batch; None for a frozen table."""
@@ -258,15 +266,15 @@ class Window:
 
     @contextmanager
     def _exchanged(
-        self, channel: Channel, outgoing: Outgoing, counts: list[list[int]]
+        self, channel: Channel, outgoing: Outgoing, counts: list[list[int]], meanwhile: Callable[[], None]
     ) -> Iterator[list[dict[int, Tensor]]]:
         """One exchange carries all tables. counts[table][rank] rows come in: for each table, by rank, where they are,
-        within the context. This rank's own are not among them."""
+        within the context. This rank's own are not among them: they are for `meanwhile`."""
         if outgoing.moment is not None:
             outgoing.moment.synchronize()
         incoming = Layout(self._tables, counts, self.rank)
         received = incoming.message(self._device, self._is_staged)
-        channel.all_to_all(outgoing.message, outgoing.layout.sizes, received, incoming.sizes)
+        channel.all_to_all(outgoing.message, outgoing.layout.sizes, received, incoming.sizes, meanwhile)
         yield incoming.rows(received)
         if self._is_staged:
             lend(received, self._device)

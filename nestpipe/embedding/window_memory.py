@@ -105,7 +105,7 @@ class _AmongRanks:
 
     def all(self) -> Iterator[Moment]:
         leaves, last = self._leaves, len(self._leaves.rows) - 1
-        rows = leaves.distinct if self._keeps or last == 0 else 0
+        rows = leaves.distinct if self._keeps and last > 0 else 0
         summed, slots = (leaves.distinct, self._slot_gradients) if last > 0 else (0, 0)
         for i in range(last + 1):
             earlier = sum(leaves.rows[:i]) if self._is_windowed else leaves.rows[i - 1] if i > 0 else 0

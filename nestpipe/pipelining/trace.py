@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from threading import Lock
 
 import torch
 
@@ -35,10 +36,12 @@ STAGES = {
 """Stage -> the field of the summary that its time on the compute lane counts in."""
 
 BUSY = {
+    "busy_input_ms": ("prefetch",),
     "busy_host_ms": ("retrieve", "write_back"),
     "busy_exchange_ms": ("bring", "take"),
 }
-"""The time spent working at these stages, on whichever lane."""
+"""The time in which at least one of these stages is worked at, on whichever lane."""
+_BUSY_FIELD = {stage: name for name, stages in BUSY.items() for stage in stages}
 
 BYTE_FIELDS = (
     "exchanged_row_bytes_per_step",
@@ -60,9 +63,31 @@ class StepTimes:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     """milliseconds of each stage on the compute lane, waiting included; they add up to step_ms"""
     busy: dict[str, float] = field(default_factory=dict)
-    """milliseconds of each stage that other lanes worked on meanwhile"""
+    """BUSY: milliseconds that other lanes worked meanwhile; what the compute lane does itself has none"""
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BYTE_FIELDS, 0))
     """BYTE_FIELDS; exchanged bytes are those to other ranks"""
+
+
+class _Busy:
+    """How long at least one of several lanes has worked: two at the same time take no longer than one."""
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._num_working = 0
+        self._since = 0
+        self._lock = Lock()
+
+    def begin(self, now_ns: int) -> None:
+        with self._lock:
+            if self._num_working == 0:
+                self._since = now_ns
+            self._num_working += 1
+
+    def end(self, now_ns: int) -> None:
+        with self._lock:
+            self._num_working -= 1
+            if self._num_working == 0:
+                self.total_ns += now_ns - self._since
 
 
 @dataclass(frozen=True)
@@ -99,8 +124,8 @@ class Trace:
         self._moments: list[tuple[str, torch.Event]] = []
         """of the step under way, on a device: the end of each stage"""
         self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()
-        self._busy_ns: dict[str, int] = {}
-        self._busy_before: dict[str, int] = {}
+        self._busy: dict[str, _Busy] = {name: _Busy() for name in BUSY}
+        self._busy_before = dict.fromkeys(BUSY, 0)
 
     def begin_batch(self, number: int) -> None:
         """Everything from here on belongs to the next batch, and to this step if it becomes one."""
@@ -112,8 +137,8 @@ class Trace:
     def end_step(self, num_samples: int) -> None:
         """The step was applied: it counts."""
         self._switch("", -1)
-        busy, self._busy_before = self._busy_before, dict(self._busy_ns)
-        self.current.busy = {stage: (ns - busy.get(stage, 0)) / 1e6 for stage, ns in self._busy_before.items()}
+        before, self._busy_before = self._busy_before, {name: busy.total_ns for name, busy in self._busy.items()}
+        self.current.busy = {name: (ns - before[name]) / 1e6 for name, ns in self._busy_before.items() if ns > 0}
         self.current.num_samples = num_samples
         self.current.step_ms = sum(self.current.stages.values())
         self.steps.append(self.current)
@@ -151,13 +176,17 @@ class Trace:
 
     @contextmanager
     def lane_span(self, op: Op) -> Iterator[None]:
-        """On another lane, in its thread. A stage is always on the same lane, so nobody else adds to its sum."""
+        """On another lane, in its thread."""
+        busy = self._busy.get(_BUSY_FIELD.get(op.stage, ""))
         begin = time.perf_counter_ns()
+        if busy is not None:
+            busy.begin(begin)
         try:
             yield
         finally:
             end = time.perf_counter_ns()
-            self._busy_ns[op.stage] = self._busy_ns.get(op.stage, 0) + end - begin
+            if busy is not None:
+                busy.end(end)
             if self.spans is not None:
                 batch = self._first_batch + op.batch
                 self.spans.append(Span(op.lane, op.stage, batch, op.micro_batch, begin, end))

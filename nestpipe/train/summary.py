@@ -72,7 +72,7 @@ def step_value(step: StepTimes, name: str) -> float:
     if name in BYTE_FIELDS:
         return step.sizes[name]
     if name in BUSY:  # on the compute lane if it is done there, else on the lane of its own
-        return sum(step.busy[stage] if stage in step.busy else step.stages[stage] for stage in BUSY[name])
+        return step.busy[name] if name in step.busy else sum(step.stages[stage] for stage in BUSY[name])
     if name == "overlap_sync_ms":
         return step.stages["overlap_sync"]
     return sum(step.stages[stage] for stage, part in STAGES.items() if part == name)

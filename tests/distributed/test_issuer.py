@@ -51,10 +51,10 @@ def issued(world: World, schedule: str) -> list[tuple[str, str]]:
     order: list[tuple[str, str]] = []
     guarded, bring = Channel._guarded, Window.bring
 
-    def record(channel: Channel, collective) -> None:
+    def record(channel: Channel, collective):
         if channel.name in ("row exchange", "gradient return", "dense reduction"):
             order.append((threading.current_thread().name, channel.name))
-        guarded(channel, collective)
+        return guarded(channel, collective)
 
     def slow_bring(window: Window, micro_batch: int) -> None:
         time.sleep(0.005 * (world.rank == 2 and micro_batch > 0))

@@ -17,9 +17,9 @@ def collectives(world: World, schedule: str) -> dict[str, list[str]]:
     calls: dict[str, list[str]] = {}
     original = Channel._run
 
-    def record(channel: Channel, collective) -> None:
+    def record(channel: Channel, collective, *meanwhile) -> None:
         calls.setdefault(channel.name, []).append(collective.__qualname__)
-        original(channel, collective)
+        original(channel, collective, *meanwhile)
 
     Channel._run = record
     trainer = make_trainer(world, Case("adam", "shared", 4, schedule=schedule))
