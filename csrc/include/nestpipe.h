@@ -253,7 +253,7 @@ typedef struct nestpipe_batch {
 #define NESTPIPE_MAX_PARTS 4096
 
 /* Distributes the samples over parts such that samples which share keys come together, and the first and the last part
- * (0.4 times the cost of the others, where there are at least three) use few keys. The result is a function of the
+ * (0.45 times the cost of the others, where there are at least three) use few keys. The result is a function of the
  * arguments alone. With fewer samples than parts some parts are empty, the first and the last before others.
  *   order         [num_samples] samples of part 0, of part 1, ..., ascending within a part
  *   part_offsets  [num_parts + 1]

@@ -15,7 +15,7 @@ namespace {
 constexpr int kIterations = 5;
 constexpr int kRefinements = 2;
 constexpr size_t kHashes = 3;
-constexpr double kEndCost = 0.4;           // of the first and of the last part, as a share of a part between
+constexpr double kEndCost = 0.45;          // of the first and of the last part, as a share of a part between
 constexpr double kMostOverload = 1.05;     // of a part between, as a share of its target
 constexpr double kSmallestExtent = 1e-30;  // of a vector that still says something
 constexpr size_t kLanes = 8;               // parts that are counted together

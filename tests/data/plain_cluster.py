@@ -8,7 +8,7 @@ from nestpipe.store.oracle_values import mix64
 Lists = Sequence[Sequence[int]]
 """for each sample the numbers of its keys, feature by feature; negative: padding"""
 
-END_COST, MOST_OVERLOAD = 0.4, 1.05
+END_COST, MOST_OVERLOAD = 0.45, 1.05
 MASK = 2**64 - 1
 
 
