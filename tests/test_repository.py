@@ -183,6 +183,7 @@ def test_readme_figures_of_exchanges() -> None:
     for text in (
         f"intra leaves {intra['exposed_exchange_fraction']:.3f} and nested {nested['exposed_exchange_fraction']:.3f}",
         f"({(nested['head_share'] + nested['tail_share']) / 2:.3f} is the least:",
+        " and ".join(f"{r['exposed_exchange_end_to_end']:.3f}" for r in (intra, nested)) + " end to end",
         f"nested is {nested['speedup_vs_serial']:.2f} times as fast, {nested['speedup_vs_allowed']:.2f} of what",
         f"nested is {real['real_speedup_vs_serial']:.2f} times as fast.",
         f"exposes {exposed[0]:.2f}, {exposed[1]:.2f} and {exposed[2]:.2f} times two of them",

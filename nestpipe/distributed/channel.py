@@ -75,7 +75,9 @@ class Channel:
             meanwhile()  # comes after it in the stream
         else:
             group = self._group
-            self._run(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True), meanwhile)
+            work = self._begin(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True))
+            meanwhile()
+            self._wait(lambda: self._guarded(work.wait))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result is what rank r sent here."""
@@ -143,16 +145,24 @@ class Channel:
     def close(self) -> None:
         self._lane.close()
 
-    def _run(self, begin: Callable[[], dist.Work], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Of host memory."""
-        if isinstance(threading.current_thread(), LaneThread):
-            work = self._guarded(begin)
-            meanwhile()
+    def _run(self, collective: Callable[[], dist.Work]) -> None:
+        """Of host memory, in its turn: when the lane has done what it was handed before."""
+
+        def run() -> None:
+            work = self._begin(collective)
             self._guarded(work.wait)
+
+        self._wait(run)
+
+    def _begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Returns at once: gloo's own threads carry it."""
+        return self._guarded(collective)
+
+    def _wait(self, until_done: Callable[[], object]) -> None:
+        if isinstance(threading.current_thread(), LaneThread):
+            until_done()
         else:
-            pending = self._lane.submit(lambda: self._guarded(lambda: begin().wait()))
-            meanwhile()
-            self.watch.wait(pending, self.name)
+            self.watch.wait(self._lane.submit(until_done), self.name)
 
     def _is_direct(self, device: torch.device) -> bool:
         return self._device_group is not None and device == self._streams.device

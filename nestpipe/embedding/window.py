@@ -5,9 +5,9 @@ summed there and travels after the last one. Resend: both travel with every micr
 summation is the same: a requester's micro-batches 0, 1, ..., then the requesters in order of rank. In a world of one
 nothing travels: see local_window.py.
 
-Rows are gathered into a message and put in their places from it, without a copy in between; a rank's own, while the
-message travels. Where what is on a device passes through host memory, the device's kernels reach for it there: copies
-would stand behind those of whole buffers.
+Rows are gathered into a message and put in their places from it, without a copy in between; a rank's own, while gloo
+carries the message. Where what is on a device passes through host memory, the device's kernels reach for it there:
+copies would stand behind those of whole buffers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +64,8 @@ class RequesterTable:
             self._leaves[micro_batch] = take_rows(self.rows, self.request.leaves[micro_batch])
 
     def leaf(self, micro_batch: int) -> Tensor:
-        """The micro-batch's distinct rows, gathered afresh when they were brought; its gradient will arrive in it."""
+        """The micro-batch's distinct rows, in memory of their own since they were brought; its gradient will arrive in
+        it."""
         leaf = self._leaves.pop(micro_batch)
         use_here(leaf)
         return leaf.requires_grad_(not self.request.table.frozen)
@@ -275,6 +276,8 @@ class Window:
         incoming = Layout(self._tables, counts, self.rank)
         received = incoming.message(self._device, self._is_staged)
         channel.all_to_all(outgoing.message, outgoing.layout.sizes, received, incoming.sizes, meanwhile)
-        yield incoming.rows(received)
-        if self._is_staged:
-            lend(received, self._device)
+        try:
+            yield incoming.rows(received)
+        finally:
+            if self._is_staged:
+                lend(received, self._device)

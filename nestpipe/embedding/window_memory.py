@@ -126,7 +126,8 @@ class _AmongRanks:
         """Rows of two micro-batches that are sent, of one that come in, and its gradients both ways."""
         if not self._is_staged:
             return 0
-        rows = max(2 * bring.sent + bring.received for bring in self._bring)
+        following = [*(bring.sent for bring in self._bring[1:]), 0]
+        rows = max(bring.sent + later + bring.received for bring, later in zip(self._bring, following, strict=True))
         return rows + max(take.sent + take.received for take in self._take)
 
     def _messages(self, traffic: _Traffic) -> int:

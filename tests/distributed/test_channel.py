@@ -1,8 +1,11 @@
-"""What a thread does while its message travels. Fails if Channel._run calls `meanwhile` after it has waited: rank 1
-sends nothing before rank 0 has been there, so both would wait until they give up."""
+"""What a thread does while its message travels. Fails if Channel.all_to_all calls `meanwhile` after it has waited: rank
+1 sends nothing before rank 0 has been there, so both would wait until they give up."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from nestpipe import World
 from nestpipe.distributed import Lane
@@ -33,16 +36,27 @@ def test_meanwhile_is_while_it_travels(on_lane: bool) -> None:
     assert run_ranks(2, exchanged, on_lane) == [([0, 1], [3])] * 2
 
 
-def failed(world: World) -> str:
+def failed(world: World, on_lane: bool) -> tuple[str, list[int]]:
+    """An error meanwhile, and then another exchange."""
+
     def fail() -> None:
         raise ValueError("not this way")
 
+    def exchange(meanwhile: Callable[[], None] = lambda: None) -> Tensor:
+        message, received = torch.full((2,), world.rank, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)
+        world.rows.all_to_all(message, [1, 1], received, [1, 1], meanwhile)
+        return received
+
+    lane = Lane("rows")
+
+    def run(work: Callable[[], Tensor]) -> Tensor:
+        return world.watch.wait(lane.submit(work), "row exchange") if on_lane else work()
+
     with pytest.raises(ValueError, match="not this way") as error:
-        world.rows.all_to_all(
-            torch.zeros(2, dtype=torch.uint8), [1, 1], torch.zeros(2, dtype=torch.uint8), [1, 1], fail
-        )
-    return str(error.value)
+        run(lambda: exchange(fail))
+    return str(error.value), run(exchange).tolist()
 
 
-def test_an_error_meanwhile_is_raised() -> None:
-    assert run_ranks(2, failed) == ["not this way"] * 2
+@pytest.mark.parametrize("on_lane", [False, True])
+def test_an_error_meanwhile_is_raised(on_lane: bool) -> None:
+    assert run_ranks(2, failed, on_lane) == [("not this way", [0, 1])] * 2

@@ -15,13 +15,13 @@ from tests.schedules import OUTER
 def collectives(world: World, schedule: str) -> dict[str, list[str]]:
     """By channel, the kinds of collectives, in order. Rank 0 has few samples, rank 1 none, rank 2 ends early."""
     calls: dict[str, list[str]] = {}
-    original = Channel._run
+    original = Channel._begin
 
-    def record(channel: Channel, collective, *meanwhile) -> None:
+    def record(channel: Channel, collective):
         calls.setdefault(channel.name, []).append(collective.__qualname__)
-        original(channel, collective, *meanwhile)
+        return original(channel, collective)
 
-    Channel._run = record
+    Channel._begin = record
     trainer = make_trainer(world, Case("adam", "shared", 4, schedule=schedule))
     batches = global_batches(6)
     mine = {0: [batch[:2] for batch in batches], 1: [], 2: batches[:3]}[world.rank]

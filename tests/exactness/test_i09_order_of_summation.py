@@ -1,6 +1,6 @@
 """I9: one order of summation, in both windows: a requester's micro-batches in order, then the requesters by rank.
 
-Fails if OwnerTable.gradient adds the requesters in another order, or RequesterTable.add_gradient the micro-batches.
+Fails if OwnerTable.gradient adds the requesters in another order, or RequesterTable.returned the micro-batches.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""I15: the leaf of a micro-batch is a fresh gather, never a view of memory that something else writes.
+"""I15: the leaf of a micro-batch is memory of its own, never a view of what something else reads or writes.
 
-Fails if RequesterTable.put, or LocalTable.bring in a world of one, keeps the rows themselves as the leaf instead of a
-gather of them when all are used.
+Fails if RequesterTable.gather (window once, several micro-batches), or LocalTable.bring in a world of one, keeps the
+rows themselves as the leaf instead of a gather of them when all are used.
 """
 
 import pytest
@@ -10,10 +10,13 @@ from nestpipe import World
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
 from tests.schedules import OUTER
 
+WAYS = [(2, "once"), (1, "once"), pytest.param((2, "resend"), marks=pytest.mark.slow)]
 
-def spoil_leaves(world: World, schedule: str, spoil: bool) -> list[str]:
+
+def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool) -> list[str]:
     """Trains; a model that ruins its leaf after its backward ruins nothing else. Returns the rows, as text."""
-    case = Case("sgd", "shared", 2, steps=4, schedule=schedule)
+    num_micro_batches, window = way
+    case = Case("sgd", "shared", num_micro_batches, window, steps=4, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
         for step in pipeline:
@@ -28,6 +31,7 @@ def spoil_leaves(world: World, schedule: str, spoil: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_leaves_are_nobody_elses(schedule: str, size: int) -> None:
-    assert on_ranks(size, spoil_leaves, schedule, True) == on_ranks(size, spoil_leaves, "serial", False)
+def test_leaves_are_nobody_elses(schedule: str, size: int, way: tuple[int, str]) -> None:
+    assert on_ranks(size, spoil_leaves, schedule, way, True) == on_ranks(size, spoil_leaves, "serial", way, False)
