@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nestpipe.distributed import World
-from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import LAYOUTS, OPTIMIZERS, STEPS, Case, PlainTorch, global_batches, train
 from tests.ranks import run_ranks
 
@@ -34,7 +33,9 @@ def pairwise(cases: list[tuple[int, Case]]) -> list[tuple[int, Case]]:
 
 
 def name_of(value: object) -> str:
-    return f"{value.optimizer}-{value.layout}-N{value.num_micro_batches}" if isinstance(value, Case) else f"R{value}"
+    if isinstance(value, Case):
+        return f"{value.optimizer}-{value.layout}-N{value.num_micro_batches}"
+    return f"R{value}" if isinstance(value, int) else str(value)
 
 
 def check(size: int, case: Case) -> None:
@@ -56,9 +57,6 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() / expected.abs().max() < 1e-10
 
 
-OTHERS = [schedule for schedule in SCHEDULES if schedule not in ("serial", "intra")]
-
-
 @pytest.mark.parametrize(("size", "case"), pairwise(ALL), ids=name_of)
 def test_equals_plain_torch(size: int, case: Case) -> None:
     check(size, case)
@@ -69,8 +67,12 @@ def test_nested_equals_plain_torch(size: int, case: Case) -> None:
     check(size, replace(case, schedule="nested"))
 
 
+EVERYWHERE = [("serial", *one) for one in ALL] + [("inter", *one) for one in ALL[::3]]
+EVERYWHERE += [("nested", *one) for one in ALL[1::3]]
+"""that the others are serial, bit by bit, is E1's to show"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["serial", *OTHERS])
-@pytest.mark.parametrize(("size", "case"), ALL, ids=name_of)
+@pytest.mark.parametrize(("schedule", "size", "case"), EVERYWHERE, ids=name_of)
 def test_equals_plain_torch_everywhere(schedule: str, size: int, case: Case) -> None:
     check(size, replace(case, schedule=schedule))

@@ -48,10 +48,10 @@ def fit_in_parts(world: World, schedule: str, parts: tuple[int, ...]) -> tuple[s
 @pytest.mark.parametrize("schedule", NESTED)
 @pytest.mark.parametrize("size", [1, 2])
 def test_fit_in_parts_is_fit_at_once(schedule: str, size: int) -> None:
-    whole = on_ranks(size, fit_in_parts, "serial", (100,))
-    assert whole[0][1] == 100
-    assert on_ranks(size, fit_in_parts, schedule, (50, 50)) == whole
-    assert on_ranks(size, fit_in_parts, schedule, (1, 0, 2, 97)) == whole
+    whole = on_ranks(size, fit_in_parts, "serial", (40,))
+    assert whole[0][1] == 40
+    assert on_ranks(size, fit_in_parts, schedule, (20, 20)) == whole
+    assert on_ranks(size, fit_in_parts, schedule, (1, 0, 2, 37)) == whole
 
 
 def fail_and_go_on(world: World, schedule: str, kind: str) -> tuple[list[str], str, int]:
