@@ -56,7 +56,7 @@ def test_where_there_are_too_few_none_is_that_of_a_recording() -> None:
 
 
 def test_those_of_a_world_that_is_gone_are_free() -> None:
-    for _ in range(20):
+    for _ in range(5):
         found = ids(Streams(DEVICE), [str(number) for number in range(31)])
         assert len(set(found)) == 31
         gc.collect()

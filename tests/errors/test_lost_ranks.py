@@ -62,7 +62,7 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
 
 
 @pytest.mark.parametrize("schedule", NESTED)
-@pytest.mark.parametrize(("size", "bad_rank"), [(2, 1), pytest.param(2, 0, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.parametrize(("size", "bad_rank"), [*(pytest.param(2, r, marks=pytest.mark.slow) for r in (1, 0)), (3, 1)])
 @pytest.mark.parametrize(
     ("kind", "own_error", "text", "most_seconds"),
     [
