@@ -6,11 +6,20 @@ rows themselves as the leaf instead of a gather of them when all are used.
 
 import pytest
 
-from nestpipe import World
+from nestpipe import Batch, World
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
 from tests.schedules import OUTER
 
 WAYS = [(2, "once"), (1, "once"), pytest.param((2, "resend"), marks=pytest.mark.slow)]
+
+
+def batches_of(steps: int) -> list[Batch]:
+    """Every other one is a single sample, over and over: each of its micro-batches uses all rows."""
+    batches = global_batches(steps)
+    for number in range(1, steps, 2):
+        fullest = batches[number].keys["items"].lengths.argmax()
+        batches[number] = batches[number][fullest.expand(len(batches[number]))]
+    return batches
 
 
 def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool) -> list[str]:
@@ -18,7 +27,7 @@ def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool)
     num_micro_batches, window = way
     case = Case("sgd", "shared", num_micro_batches, window, steps=4, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
-    with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
+    with make_pipeline(world, case, share_of(batches_of(case.steps), world)) as pipeline:
         for step in pipeline:
             for micro_batch in step:
                 (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
