@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,11 +22,12 @@ def show_progress(num_steps: int, every: int, console: Console) -> Iterator[Afte
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("train", total=num_steps, text="")
-        validations = _Validations(console)
+        validations, steps_done = _Validations(console), count(1)
 
         def advance(result: FitResult) -> None:
             validations(result)
-            bar.update(task, advance=1, text=f"loss {_recent_loss(result):.4f}")
+            done = result.num_steps_before + next(steps_done)
+            bar.update(task, completed=done, text=f"loss {_recent_loss(result):.4f}")
 
         yield advance
 
@@ -41,10 +43,11 @@ class _Lines:
 
     def __call__(self, result: FitResult) -> None:
         self._num_done += 1
-        if self._num_done % self._every == 0 or self._num_done == self._num_steps:
+        step = result.num_steps_before + self._num_done
+        if step % self._every == 0 or step == self._num_steps:
             seconds = time.perf_counter() - self._started
             self._console.print(
-                f"step {self._num_done} of {self._num_steps}, loss {_recent_loss(result):.4f}, {seconds:.1f} s",
+                f"step {step} of {self._num_steps}, loss {_recent_loss(result):.4f}, {seconds:.1f} s",
                 highlight=False,
                 soft_wrap=True,
             )

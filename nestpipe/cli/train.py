@@ -15,9 +15,11 @@ from nestpipe.cli.progress import show_progress
 from nestpipe.cli.show import show_summary
 from nestpipe.cli.this_rank import check_writable, failed, on_this_rank
 from nestpipe.distributed import World
+from nestpipe.train.checkpoint import CheckpointError
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import describe, load_config
 from nestpipe.train.config_value import ConfigError
+from nestpipe.train.resume import with_saved_machine_keys
 from nestpipe.train.run import Summary, run
 
 
@@ -31,22 +33,29 @@ def train(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="File for a trace of all ranks and lanes, for ui.perfetto.dev.")
     ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin a new run; what is in checkpoint.dir is kept as DIR.1, DIR.2, ..."),
+    ] = False,
     list_keys: Annotated[bool, typer.Option("--list-keys", help="Print every key of a recipe, and stop.")] = False,
 ) -> None:
-    """Train a model. `torchrun ... -m nestpipe train ...` works too, instead of --ranks."""
+    """Train a model. `torchrun ... -m nestpipe train ...` works too, instead of --ranks.
+
+    If checkpoint.dir is set, the same command given again resumes from the newest checkpoint there.
+    """
     console = Console()
     if list_keys:
         console.print(_keys())
         return
     try:
-        config = load_config(recipe, settings or ())
+        config = with_saved_machine_keys(load_config(recipe, settings or ()), fresh)
         check_writable("--json", path)
         check_writable("--trace", trace)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace))
+    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace, fresh))
     if summary is None:
         return
     show_summary(summary, console)
@@ -54,11 +63,11 @@ def train(
         path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _run(config: Config, world: World, console: Console, trace: Path | None) -> Summary:
+def _run(config: Config, world: World, console: Console, trace: Path | None, fresh: bool) -> Summary:
     if world.rank > 0:
-        return run(config, world, None, trace)
+        return run(config, world, None, trace, fresh)
     with show_progress(config.train.steps, config.logging.every, console) as after_step:
-        return run(config, world, after_step, trace)
+        return run(config, world, after_step, trace, fresh)
 
 
 def _keys() -> Table:

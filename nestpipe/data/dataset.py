@@ -71,6 +71,7 @@ class Batches(Iterator[Batch]):
         self.world_size = world_size
         self.position = 0
         """of the first sample that no rank was given yet"""
+        self._order: Fingerprint | None = None
 
     def __next__(self) -> Batch:
         end = self.dataset.num_samples
@@ -82,9 +83,13 @@ class Batches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins, and what order that is a position of; the same on every rank; fit for JSON."""
-        order = fingerprint_of(self.dataset)
-        return {"position": self.position, "order": order} if order else {"position": self.position}
+        """Where the next batch begins, and what order that is a position of; the same on every rank; fit for JSON.
+
+        Training pulls batches ahead, so during `Trainer.fit` this is ahead of training: use `Trainer.data_state()`.
+        """
+        if self._order is None:
+            self._order = fingerprint_of(self.dataset)  # of all files, perhaps: too long for every batch
+        return {"position": self.position, "order": self._order} if self._order else {"position": self.position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on at a saved position; batch size and number of ranks may be others than when it was saved.
@@ -126,10 +131,23 @@ DREW_FROM_DEFAULT = (
 
 
 class BatchSource(Iterator[Batch]):
-    """An iterator of batches to which batches can be given back, to be handed out again before the others."""
+    """An iterator of batches to which batches can be given back, to be handed out again before the others.
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
+    If the data has a method `state()`, the source also knows the state after the last batch that was trained, however
+    many have been pulled since. It calls `state()` after each batch, in the thread that pulls.
+    """
+
+    def __init__(self, batches: Iterator[Batch], data: object = None) -> None:
+        """data: what the batches are of, if the iterator itself has no `state()`."""
         self.batches = batches
+        with_state = next((one for one in (batches, data) if callable(getattr(one, "state", None))), None)
+        self._data_state: Callable[[], Mapping[str, Any]] | None = getattr(with_state, "state", None)
+        self.state = None if self._data_state is None else self._data_state()
+        """the data's state after the batches trained so far; None if it has none"""
+        self._later_states: deque[Mapping[str, Any] | None] = deque()
+        """after each batch that was read and not trained yet"""
+        self._num_advanced = 0
+        """batches of this run that `state` comes after"""
         self._returned: deque[Batch | Exception] = deque()
         self._lock = Lock()
         self._is_begun = False
@@ -149,6 +167,11 @@ class BatchSource(Iterator[Batch]):
         return item
 
     def _read(self) -> Batch | Exception:
+        item = self._read_item()
+        self._later_states.append(None if self._data_state is None else self._data_state())
+        return item
+
+    def _read_item(self) -> Batch | Exception:
         if self._is_begun:
             return _next_or_error(self.batches)
         self._is_begun = True
@@ -162,16 +185,35 @@ class BatchSource(Iterator[Batch]):
         """In the order in which they are to come; an exception is raised when it is its turn."""
         self._returned.extendleft(reversed(items))
 
+    def advance_to(self, num_batches: int) -> None:
+        """The run has trained this many of the batches it was given, or passed over them. Never waits for a read."""
+        while self._num_advanced < num_batches:
+            self.state = self._later_states.popleft()
+            self._num_advanced += 1
+
+    def begin_run(self) -> None:
+        """`advance_to` counts from here."""
+        self._num_advanced = 0
+
 
 class BatchReader(Iterator[Batch]):
     """The batches of a source for one run. Once it has stopped, what is still being read stays in the source."""
 
     def __init__(self, source: BatchSource) -> None:
+        source.begin_run()
+        self.num_pulled = 0
+        """batches this run was given, and errors that took the place of one"""
         self._source = source
         self._is_stopped = False
 
     def __next__(self) -> Batch:
-        return self._source.pull(lambda: self._is_stopped)
+        try:
+            batch = self._source.pull(lambda: self._is_stopped)
+        except Exception as error:
+            self.num_pulled += not isinstance(error, StopIteration)
+            raise
+        self.num_pulled += 1
+        return batch
 
     def stop(self) -> None:
         self._is_stopped = True

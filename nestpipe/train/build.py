@@ -50,7 +50,6 @@ def build(config: Config, world: World) -> Run:
         schedule_lr=_warmup(config.dense_optimizer.warmup_steps),
         check_split=config.pipeline.check_split,
         stale=config.pipeline.stale,
-        fault=config.pipeline.fault,
         seed=config.train.seed,
         num_threads=config.store.num_threads,
         device_budget_bytes=config.memory.device_budget_bytes,

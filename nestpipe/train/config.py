@@ -11,7 +11,6 @@ from nestpipe.distributed.backend import BACKENDS
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
-from nestpipe.pipelining.stages import FAULTS
 from nestpipe.store.interface import MOST_ROWS
 
 PREPARED_HISTORIES = ("movielens-1m", "movielens-20m", "kuairand-27k", "kuairand-1k", "kuairand-pure")
@@ -26,6 +25,9 @@ ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 PRECISIONS = ("float32", "bfloat16")
 MOST_THREADS = 1024
+
+RETIRED = {"pipeline.fault": "none"}
+"""keys that recipes of earlier versions have: at this value, their default, they are dropped"""
 
 T = TypeVar("T")
 
@@ -172,7 +174,6 @@ class PipelineSection:
     num_micro_batches: int = key(1, "parts of a batch", at_least=1)
     check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
     stale: bool = key(False, "wrong, for experiments: show the model shared rows as before the last update")
-    fault: str = key("none", "wrong, for tests: leave out a part of the schedule", choices=FAULTS)
 
 
 @dataclass(frozen=True)
@@ -248,10 +249,10 @@ class LoggingSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    dir: str | None = key(None, "folder of the checkpoint; not set: none is written")
+    dir: str | None = key(None, "folder of the checkpoints; a run resumes from what is there; not set: none is written")
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
     best: str | None = key(None, "folder for the model of the best evaluation while training; not set: none is kept")
-    load: str | None = key(None, "checkpoint to go on from, until train.steps in all; not set: a new run")
+    load: str | None = key(None, "checkpoint to start from while checkpoint.dir has none; not set: a new model")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from nestpipe.train.config import Config, TableSection
+from nestpipe.train.config import RETIRED, Config, TableSection
 from nestpipe.train.config_value import ConfigError, checked, literal, shown, suggestion, type_text
 
 
@@ -112,11 +112,28 @@ def _read_tables(entries: object, source: str) -> tuple[TableSection, ...]:
 def _read_section(name: str, section: Any, entry: object, source: str, header: str) -> Any:
     if not isinstance(entry, dict):
         raise ConfigError(f"{name}{source} is {shown(entry)}, must be a section: write {header}")
-    values = {key: _read_value(name, section, key, value, source) for key, value in entry.items()}
+    values = {
+        key: _read_value(name, section, key, value, source)
+        for key, value in entry.items()
+        if not _is_retired(name, key, value, source)
+    }
     for key, (field, _) in _keys(section).items():
         if key not in entry and field.default is MISSING:
             raise ConfigError(f"{name}{source} has no {key}; add {key} = ...")
     return section(**values)
+
+
+def _is_retired(name: str, key: str, value: object, source: str) -> bool:
+    """A recipe of an earlier version says its defaults, too; a retired key that says something else is refused."""
+    full_name = f"{name}.{key}"
+    if full_name not in RETIRED:
+        return False
+    if value != RETIRED[full_name]:
+        raise ConfigError(
+            f"{full_name}{source} is {shown(value)}, but there is no such key any more; leave it out, which means what "
+            f"{literal(RETIRED[full_name])} meant"
+        )
+    return True
 
 
 def _read_value(name: str, section: Any, key: str, value: object, source: str) -> object:

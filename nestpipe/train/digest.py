@@ -1,7 +1,8 @@
 """One number that is equal exactly when all rows, row state, dense parameters and dense optimizer state are."""
 
 import hashlib
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ def digest(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> str:
-    """The same on every rank. Tables by name: name, dim, dtype, row count, step count, sum of record hashes."""
+    """The same on every rank. Tables by name: name, dim, dtype, row count, step count, sum of record hashes.
+
+    Ranks whose dense parts differ, in buffers for example, get the hash of all their digests.
+    """
     sha = hashlib.sha256()
     for table in sorted(tables, key=lambda table: table.name):
         with world.busy():
@@ -33,21 +37,53 @@ def digest(
         sha.update(total.to_bytes(32, "little"))
     for name, value in sorted(_dense_state(model, optimizer).items()):
         sha.update(name.encode() + b"\0")
-        sha.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        sha.update(_bytes(value) if isinstance(value, Tensor) else content_digest(value).encode())
+    by_rank = world.control.share_text(sha.hexdigest())
+    return by_rank[0] if len(set(by_rank)) == 1 else hashlib.sha256("".join(by_rank).encode()).hexdigest()
+
+
+def content_digest(value: Any) -> str:
+    """A hash of a value that may hold tensors, for a model's extra state; equal values have equal hashes."""
+    sha = hashlib.sha256()
+    _add(sha, value)
     return sha.hexdigest()
 
 
-def _dense_state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    named = dict(model.state_dict()) if model is not None else {}
+def _add(sha: "hashlib._Hash", value: Any) -> None:
+    sha.update(f"{type(value).__qualname__}(".encode())
+    if isinstance(value, Tensor):
+        sha.update(f"{value.dtype} {list(value.shape)} ".encode() + _bytes(value))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            _add(sha, key)
+            _add(sha, value[key])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _add(sha, entry)
+    elif isinstance(value, set | frozenset):
+        for text in sorted(map(repr, value)):  # whose order depends on the process
+            _add(sha, text)
+    elif isinstance(value, int | float | complex | str | bytes | None):
+        sha.update(repr(value).encode())
+    else:
+        sha.update(pickle.dumps(value))
+    sha.update(b")")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _dense_state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """By name: tensors, and what a model's get_extra_state returned."""
+    named: dict[str, Any] = dict(model.state_dict()) if model is not None else {}
     if model is None or optimizer is None:
         return named
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        for key, value in _sorted(state):
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            named[f"optimizer/{names[parameter]}/{key}"] = tensor
+    for number, (parameter, state) in enumerate(optimizer.state.items()):
+        for key, value in state.items():
+            if value is not None:
+                is_number = isinstance(value, int | float)
+                tensor = torch.tensor(value, dtype=torch.float64) if is_number else value
+                named[f"optimizer/{names.get(parameter, number)}/{key}"] = tensor
     return named
-
-
-def _sorted(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((key, value) for key, value in state.items() if value is not None)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Jagged
-from nestpipe.data.dataset import Batches
 from nestpipe.distributed import Channel, World
 from nestpipe.train.build import Run, build
 from nestpipe.train.build_data import corpus_size
 from nestpipe.train.build_files import evaluated_split, skipped
-from nestpipe.train.checkpoint import CheckpointError, read_data_state
+from nestpipe.train.checkpoint import CheckpointError
 from nestpipe.train.click_metrics import auc, log_loss, normalised_entropy
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import to_toml
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.evaluate import Metric, evaluate
 from nestpipe.train.rank_metrics import RankMetrics
+from nestpipe.train.resume import open_folders
 from nestpipe.train.summary import device_memory, summarise, table_memory
 from nestpipe.train.trace_file import write_trace
 from nestpipe.train.trainer import FitResult, Trainer
@@ -64,16 +64,26 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
     return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
 
 
-def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
-    """All ranks call it, and get the same summary. The config must be resolved."""
+def run(
+    config: Config,
+    world: World,
+    after_step: AfterStep | None = None,
+    trace_path: Path | None = None,
+    fresh: bool = False,
+) -> Summary:
+    """All ranks call it, and get the same summary. The config must be resolved.
+
+    If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves what is there away first.
+    """
+    checkpoint = open_folders(config, world, fresh)
     this_run = _start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
-    if config.checkpoint.load is not None:
-        trainer.load(config.checkpoint.load)
-        _go_on(this_run, Path(config.checkpoint.load))
-    trainer.data_state = _state_after(trainer, this_run.batches)
-    result = FitResult(spans=[] if trace_path is not None else None)
+    if checkpoint is not None:
+        _resume(this_run, checkpoint, validation)
+    elif config.checkpoint.load is not None:
+        _resume(this_run, Path(config.checkpoint.load))
+    result = FitResult(spans=[] if trace_path is not None else None, num_steps_before=trainer.num_steps)
     _train(config, this_run, after_step, result, validation)
     if trace_path is not None and result.spans is not None:
         write_trace(result.spans, world, trace_path)
@@ -84,6 +94,7 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         "backend": world.backend,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "steps": trainer.num_steps,
+        "resumed_from_step": result.num_steps_before if checkpoint is not None else 0,
         "final_loss": result.losses[-1] if result.losses else None,
         "num_skipped_batches": result.num_skipped,
         **times.fields,
@@ -136,44 +147,37 @@ def _start(config: Config, world: World) -> Run:
     return this_run
 
 
-def _go_on(this_run: Run, checkpoint: Path) -> None:
-    """After the last trained batch. A checkpoint without a state of data is taken to have had this batch size."""
-    batches = this_run.batches
-    saved = read_data_state(checkpoint)
-    position = this_run.trainer.num_steps * batches.batch_size * batches.world_size
+def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = None) -> None:
+    """Loads a checkpoint and puts the data after the last trained batch; validation goes on too, if it is given.
+
+    A checkpoint without a state of the data is taken to have had this batch size.
+    """
+    trainer, batches = this_run.trainer, this_run.batches
+    extra = trainer.load(checkpoint)
+    position = trainer.num_steps * batches.batch_size * batches.world_size
     try:
-        batches.load_state(saved if saved is not None else {"position": position})
+        batches.load_state(trainer.data_state() or {"position": position})
     except ValueError as error:
         raise CheckpointError(f"going on from {checkpoint} failed: {error}") from error
-
-
-def _state_after(trainer: Trainer, batches: Batches) -> Callable[[], dict[str, Any]]:
-    """Of the batches trained so far, steps or not: more may have been pulled already."""
-    first, num_before = batches.position, trainer.num_steps + trainer.num_skipped
-
-    def state() -> dict[str, Any]:
-        num_batches = trainer.num_steps + trainer.num_skipped - num_before
-        position = first + num_batches * batches.batch_size * batches.world_size
-        end = batches.dataset.num_samples
-        return {**batches.state(), "position": position if end is None else min(position, end)}
-
-    return state
+    if validation is not None and "validation" in extra:
+        validation.load_state(extra["validation"])
 
 
 def _train(
     config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
 ) -> None:
-    """In one call of fit, or with a checkpoint after every so many steps."""
+    """In one call of fit, or with a checkpoint after every checkpoint.every steps. A finished run trains nothing."""
     trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
     callbacks = [] if validation is None else [validation]
-    while (left := config.train.steps - trainer.num_steps) > 0:
+    result.is_stopped = validation is not None and validation.is_exhausted
+    while not result.is_stopped and (left := config.train.steps - trainer.num_steps) > 0:
         num_before = trainer.num_steps
         steps = min(left, every - num_before % every) if folder and every else left
         trainer.fit(this_run.batches, steps, after_step, result, callbacks)
-        if folder:
-            trainer.save(Path(folder))
-        if result.is_stopped or trainer.num_steps < num_before + steps:
-            break  # no longer improving, or the data has ended
+        if folder and trainer.num_steps > num_before:
+            trainer.save(Path(folder), extra={} if validation is None else {"validation": validation.state()})
+        if trainer.num_steps < num_before + steps:
+            break  # the data has ended
 
 
 def _validation(config: Config, this_run: Run) -> Validation | None:

@@ -33,6 +33,8 @@ DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass
 class FitResult:
+    num_steps_before: int = 0
+    """steps of the run before those of this result"""
     losses: list[float] = field(default_factory=list)
     """of each step: the global batch's loss sums, each divided by its weight, added up"""
     num_skipped: int = 0
@@ -117,15 +119,15 @@ class Trainer:
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.recipe: str | None = None
         """saved with the model, for those who read it"""
-        self.data_state: Callable[[], Mapping[str, Any]] | None = None
-        """gives the state of the data after the batches trained so far, to be saved with the model"""
+        self._loaded_data_state: Mapping[str, Any] | None = None
         self.num_steps = 0
         self.num_skipped = 0
         """batches of weight 0 that this object was given: they are no steps, but the data goes on"""
         self.store = make_store(self.tables, seed, num_threads)
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
-        self._is_torn = False
+        self.is_partially_updated = False
+        """whether some of the dense parameters or rows are of one step and others of the step before"""
         self._num_micro_batches = num_micro_batches
         self._clustering = clustering
         self._overlaps_reduction = schedule in WINDOWED
@@ -157,14 +159,14 @@ class Trainer:
         self._check_usable()
         self._check_same_start()
         result = result if result is not None else FitResult()
-        source = self._source_of(iter(batches))
+        source = self._source_of(batches)
         if self.check_split:
             check = SplitCheck(self.model, self.features, self.store, self._num_micro_batches, self._clustering)
             check.first_batch(source, steps)
-        num_before, num_skipped = self.num_steps, self.num_skipped
+        num_before, num_skipped, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
-            BatchReader(source),
+            reader,
             store=self.store,
             world=self.world,
             steps=steps,
@@ -182,6 +184,7 @@ class Trainer:
                         result.losses.append(float(loss))
                     self.num_steps = num_before + pipeline.num_applied
                     self.num_skipped = num_skipped + pipeline.num_skipped
+                    source.advance_to(pipeline.num_applied + pipeline.num_skipped)
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
                         if self._is_stopped_by(due, result):
@@ -191,12 +194,13 @@ class Trainer:
                             after_step(result)
         finally:
             self._pipeline = None
-            self._is_torn = pipeline.is_torn
+            self.is_partially_updated |= pipeline.is_torn
             self.num_steps = num_before + pipeline.num_applied
             self.num_skipped = num_skipped + pipeline.num_skipped
             _move(pipeline.losses, result.losses)
             result.num_skipped += pipeline.num_skipped
             _add_memory(result, pipeline)
+            source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a batch that failed does not come again
             source.give_back(pipeline.untrained)
         return result
 
@@ -214,11 +218,20 @@ class Trainer:
         if self._pipeline is not None:
             self._pipeline.flush()
 
-    def _source_of(self, batches: Iterator[Batch]) -> BatchSource:
+    def _source_of(self, batches: Iterable[Batch]) -> BatchSource:
         """If an earlier call of fit was given the same iterator: with what it pulled and did not train."""
-        if self._source is None or self._source.batches is not batches:
-            self._source = BatchSource(batches)
+        iterator = iter(batches)
+        if self._source is None or self._source.batches is not iterator:
+            self._source = BatchSource(iterator, batches)
         return self._source
+
+    def data_state(self) -> Mapping[str, Any] | None:
+        """Where the data goes on after the batches trained so far: for `load_state` of the data.
+
+        The pipeline pulls batches ahead of training, so within `fit` the data's own `state()` is ahead of this one.
+        Returns None for data without a method `state()`.
+        """
+        return self._source.state if self._source is not None else self._loaded_data_state
 
     def _refuse_within_fit(self, what: str) -> None:
         """Rows that are under way would hide the new ones, and overwrite them."""
@@ -226,9 +239,10 @@ class Trainer:
             raise RuntimeError(f"{what} was called within fit; call it between two calls of fit")
 
     def _check_usable(self) -> None:
-        if self._is_torn:
+        if self.is_partially_updated:
             raise RuntimeError(
-                "an update of rows failed halfway: rows of this rank are of no step. Load a checkpoint to go on"
+                "a step was left halfway: some dense parameters or rows have its update and others do not. Load a "
+                "checkpoint to go on"
             )
 
     def _check_same_start(self) -> None:
@@ -244,16 +258,26 @@ class Trainer:
                 )
             )
 
-    def save(self, path: str | Path) -> None:
-        """Writes a checkpoint, on all ranks together; the one that was there stays good until this one is complete."""
-        self.flush()
-        save(self, Path(path))
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, replaces_newer: bool = False) -> None:
+        """Writes a checkpoint into a folder of checkpoints, on all ranks together; older ones are then removed.
 
-    def load(self, path: str | Path) -> None:
-        """Goes on where `save` left off, exactly, at the same world size."""
+        The folder must be new, empty, or one of checkpoints already. A checkpoint of more steps than this trainer's is
+        not replaced unless `replaces_newer` is set. `extra` is saved with the model; `load` returns it.
+        """
+        self.flush()
+        save(self, Path(path), dict(extra or {}), replaces_newer)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Goes on where `save` left off, exactly, at the same world size; returns the `extra` that was saved.
+
+        `data_state()` then tells where the data goes on. A load that fails leaves this trainer as it was.
+        """
         self._refuse_within_fit("load")
-        load(self, Path(path))
-        self._source, self._is_torn = None, False
+        loaded = load(self, Path(path))
+        self.store, self.num_steps = loaded.store, loaded.num_steps
+        self._source, self._loaded_data_state = None, loaded.data_state
+        self.is_partially_updated = False
+        return loaded.extra
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
         """The keys of a table, ascending, and their rows as plain torch; on every rank."""
@@ -288,10 +312,14 @@ class Trainer:
         total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
         self.reducer.finish(step, total)
         scale = self._clip(step)
-        self.optimizer.step()
-        if self.lr_schedule is not None:
-            self.lr_schedule.step()
-        step.update_rows(scale if self.clip_rows else 1.0)
+        try:
+            self.optimizer.step()
+            if self.lr_schedule is not None:
+                self.lr_schedule.step()
+            step.update_rows(scale if self.clip_rows else 1.0)
+        except BaseException:
+            self.is_partially_updated = not step.is_applied
+            raise
         return total
 
     def precision(self) -> AbstractContextManager[object]:

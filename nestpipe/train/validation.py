@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from nestpipe.train.trainer import FitResult, Trainer
 
@@ -54,10 +55,22 @@ class Validation:
         if self._is_better(numbers[self.metric]):
             self.best, self.num_since_best = numbers, 0
             if self.save_best is not None:
-                trainer.save(self.save_best)
+                trainer.save(self.save_best, replaces_newer=True)  # the best one yet, whatever is there
         else:
             self.num_since_best += 1
+        return self.is_exhausted
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the metric has not improved for `patience` validations."""
         return self.patience is not None and self.num_since_best >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """For a run that is resumed: the best validation so far, and how many came after it."""
+        return {"best": self.best, "num_since_best": self.num_since_best}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.best, self.num_since_best = state["best"], state["num_since_best"]
 
     def _is_better(self, value: float) -> bool:
         if self.best is None:

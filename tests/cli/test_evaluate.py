@@ -78,4 +78,4 @@ def test_refusals(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "one" / "manifest.json").write_text("[]")
     assert "is not the manifest of a checkpoint" in refused(str(tmp_path / "one"))
     other_model = sets("evaluate.num_samples=10", "model.dim=4")
-    assert "tables is " in refused(str(saved), *other_model, expected=1)
+    assert "table 'c00': dim is 8 in the checkpoint, 4 here" in refused(str(saved), *other_model, expected=1)

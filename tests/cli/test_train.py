@@ -93,14 +93,24 @@ def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Fails if run starts the data at the beginning again."""
-    folder = f"checkpoint.dir={tmp_path / 'save'}"
-    whole = summary_of(tmp_path / "a.json", "--ranks", "2", settings=("train.steps=7",))
-    summary_of(tmp_path / "b.json", "--ranks", "2", settings=("train.steps=4", folder, "checkpoint.every=3"))
-    load = f"checkpoint.load={tmp_path / 'save'}"
-    rest = summary_of(tmp_path / "c.json", "--ranks", "2", settings=("train.steps=7", load))
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """The same command again, after a kill of all processes. Fails if run starts the data at the beginning again."""
+    whole = summary_of(tmp_path / "a.json", "--ranks", "2", settings=("train.steps=40",))
+    settings = ("train.steps=40", f"checkpoint.dir={tmp_path / 'save'}", "checkpoint.every=3", "logging.every=1")
+    process = start("--ranks", "2", settings=settings)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 8"):
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    rest = summary_of(tmp_path / "b.json", "--ranks", "2", settings=settings)
+    assert rest["resumed_from_step"] in range(6, 40, 3)
     assert rest["digest"] == whole["digest"]
+    again = summary_of(tmp_path / "c.json", "--ranks", "2", settings=settings)
+    assert (again["resumed_from_step"], again["digest"]) == (40, whole["digest"])
+    fresh = summary_of(tmp_path / "d.json", "--ranks", "2", "--fresh", settings=("train.steps=2", *settings[1:]))
+    assert (fresh["resumed_from_step"], fresh["steps"]) == (0, 2)
+    assert {child.name for child in tmp_path.glob("save*")} == {"save", "save.1"}
 
 
 def test_data_that_ends_and_tables_of_a_recipe(tmp_path: Path) -> None:

@@ -1,18 +1,19 @@
 """Save and load: an exact continuation, and a failure that leaves what was there.
 
-Fails, for example, if save writes rows without their state (export columns [:, :dim]), or if it removes the old folder
-before the new one is complete.
+Fails, for example, if save writes rows without their state (export columns [:, :dim]), or if publish removes the older
+checkpoints before the rename.
 """
 
 import json
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.train.checkpoint import CheckpointError
+from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_ranks
 
@@ -40,7 +41,7 @@ def test_continues_exactly(size: int, tmp_path: Path) -> None:
     path = tmp_path / "save"
     results = [continue_from(World(), path)] if size == 1 else run_ranks(size, continue_from, path)
     assert all(whole == continued for whole, continued in results)
-    assert [child.name for child in tmp_path.iterdir()] == ["save"]
+    assert sorted(child.name for child in path.iterdir()) == ["nestpipe-checkpoints.json", "step-00000004"]
 
 
 def failed_save(world: World, path: Path) -> tuple[str, bool]:
@@ -54,10 +55,10 @@ def failed_save(world: World, path: Path) -> tuple[str, bool]:
     message = ""
     original = torch.save
 
-    def full_disk(content: object, file: Path) -> None:
-        original(content, file)
-        if file.name == f"rank{world.size - 1}.pt":
-            raise OSError(28, "No space left on device", str(file))
+    def full_disk(content: object, out: BinaryIO) -> None:
+        original(content, out)
+        if out.name.name == f"rank{world.size - 1}.pt":
+            raise OSError(28, "No space left on device")
 
     torch.save = full_disk
     try:
@@ -77,9 +78,9 @@ def test_full_disk_leaves_the_old_one(size: int, tmp_path: Path) -> None:
     results = [failed_save(World(), path)] if size == 1 else run_ranks(size, failed_save, path)
     for message, old_is_good in results:
         assert f"rank {size - 1}: OSError" in message
-        assert "No space left on device" in message
+        assert f"no space left on the disk: '{path}/step-00000008.partial/rank{size - 1}.pt'" in message
         assert old_is_good
-    assert [child.name for child in tmp_path.iterdir()] == ["save"]
+    assert sorted(child.name for child in path.iterdir()) == ["nestpipe-checkpoints.json", "step-00000002"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def saved(tmp_path: Path) -> Path:
     trainer = make_trainer(World(), CASE)
     trainer.fit(global_batches(2))
     trainer.save(tmp_path / "save")
-    return tmp_path / "save"
+    return find_checkpoint(tmp_path / "save")
 
 
 def truncate(path: Path) -> None:
@@ -116,10 +117,10 @@ def edit_manifest(path: Path, **values: object) -> None:
         (lambda path: (path / "manifest.json").unlink(), "is no complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
-        (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 in this trainer"),
+        (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 here"),
         (lambda path: edit_manifest(path, format=99), "format is 99 in the checkpoint"),
-        (lambda path: edit_manifest(path, tables={}), "tables is {} in the checkpoint"),
-        (lambda path: shutil.move(path, path.with_name("save.previous")), "save.previous holds the save before it"),
+        (lambda path: edit_manifest(path, tables={}), "tables are [] in the checkpoint, ['item'] here"),
+        (lambda path: shutil.move(path, path.with_name("other")), "there is no folder"),
     ],
 )
 def test_damaged_or_foreign(saved: Path, spoil, text: str) -> None:

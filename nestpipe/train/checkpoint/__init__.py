@@ -1,0 +1,24 @@
+"""Saving and loading a Trainer: complete, checked, and never half there."""
+
+from nestpipe.train.checkpoint.content import Loaded, agree, load, read_recipe, read_whole, save
+from nestpipe.train.checkpoint.folder import (
+    CheckpointError,
+    claim,
+    find_checkpoint,
+    move_away,
+    newest_checkpoint,
+)
+
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "agree",
+    "claim",
+    "find_checkpoint",
+    "load",
+    "move_away",
+    "newest_checkpoint",
+    "read_recipe",
+    "read_whole",
+    "save",
+]

@@ -1,0 +1,92 @@
+"""What must agree between a checkpoint and a trainer for an exact continuation: written at save, checked at load."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nestpipe.embedding.table import Table
+
+if TYPE_CHECKING:
+    from nestpipe.train.trainer import Trainer
+
+_TORCH_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
+"""keys of parameter groups that say how an optimizer computes, or that came with some version of torch"""
+
+
+def describe_tables(tables: Sequence[Table], seed: int) -> dict[str, dict[str, Any]]:
+    """Without max_rows: a run that has reached it goes on with a larger one."""
+    return {table.name: _describe(table, seed) for table in tables}
+
+
+def check_tables(manifest: Mapping[str, Any], tables: Sequence[Table], seed: int) -> None:
+    saved = manifest.get("tables")
+    if not isinstance(saved, Mapping) or saved.keys() != {table.name for table in tables}:
+        names = sorted(saved) if isinstance(saved, Mapping) else saved
+        raise ValueError(f"tables are {names} in the checkpoint, {sorted(table.name for table in tables)} here")
+    for table in tables:
+        if manifest["format"] == 1:
+            _check_table_of_version_1(saved[table.name], table, seed)
+            continue
+        here = _describe(table, seed)
+        for name in here:
+            if saved[table.name].get(name) != here[name]:
+                text = f"{saved[table.name].get(name)} in the checkpoint, {here[name]} here"
+                raise ValueError(f"table {table.name!r}: {name} is {text}")
+
+
+def describe_dense(trainer: "Trainer") -> dict[str, Any]:
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    groups = trainer.optimizer.param_groups
+    return {
+        "optimizer": type(trainer.optimizer).__qualname__,
+        "parameters": [[names.get(parameter, "?") for parameter in group["params"]] for group in groups],
+        "lr_schedule": None if trainer.lr_schedule is None else type(trainer.lr_schedule).__qualname__,
+    }
+
+
+def check_dense(manifest: Mapping[str, Any], dense: Mapping[str, Any], trainer: "Trainer") -> None:
+    """The optimizer takes whatever state it is given; one of another kind would fail, or go wrong, later."""
+    if ("lr_schedule" in dense) != (trainer.lr_schedule is not None):
+        raise ValueError("only one of the checkpoint and this trainer has a schedule of the dense learning rate")
+    if manifest["format"] == 1:  # which did not say what its optimizer was
+        _check_group_keys(dense["optimizer"]["param_groups"], trainer.optimizer.param_groups)
+        return
+    saved, here = manifest["dense"], describe_dense(trainer)
+    for name, what in (
+        ("optimizer", "the dense optimizer"),
+        ("lr_schedule", "the schedule of the dense learning rate"),
+        ("parameters", "the order of the dense optimizer's parameters"),
+    ):
+        if saved.get(name) != here[name]:
+            raise ValueError(f"{what} is {saved.get(name)} in the checkpoint, {here[name]} here")
+
+
+def _describe(table: Table, seed: int) -> dict[str, Any]:
+    spec = table.spec(seed)
+    return {
+        "dim": spec.dim,
+        "state_width": spec.state_width,
+        "initial_state": list(spec.initial_state),
+        "init": repr(spec.init),
+        "dtype": str(spec.dtype),
+        "seed": spec.seed,
+        "row_optimizer": None if table.frozen else type(table.optimizer).__qualname__.lower(),
+    }
+
+
+def _check_table_of_version_1(saved: str, table: Table, seed: int) -> None:
+    """Version 0.1 saved the text of a TableSpec."""
+    spec = table.spec(seed)
+    here = (
+        f"TableSpec(name={spec.name!r}, dim={spec.dim}, state_width={spec.state_width}, initial_state="
+        f"{spec.initial_state!r}, init={spec.init!r}, dtype={spec.dtype}, seed={spec.seed}"
+    )
+    if saved.partition(", max_rows=")[0] != here:
+        raise ValueError(f"table {table.name!r} is {saved} in the checkpoint, {here}) here")
+
+
+def _check_group_keys(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+    for old, new in zip(saved, here, strict=False):
+        different = sorted((old.keys() ^ new.keys()) - _TORCH_FLAGS)
+        if different:
+            names = ", ".join(different)
+            raise ValueError(f"the dense optimizer is not of the kind that was saved: only one of them has {names}")

@@ -1,0 +1,171 @@
+"""A folder of checkpoints: nothing that is not ours is touched, and at every moment a complete checkpoint has its name.
+
+Fails, for example, if claim does not look for a marker, if publish removes older checkpoints before the rename, or if
+_refuse_newer does not compare steps.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nestpipe import World
+from nestpipe.train.checkpoint import CheckpointError, find_checkpoint, folder, newest_checkpoint
+from nestpipe.train.trainer import Trainer
+from tests.exactness.cases import Case, global_batches, make_trainer
+
+CASE = Case("adam", "shared", 1)
+MARKER = folder.MARKER
+
+
+def trained(steps: int) -> Trainer:
+    trainer = make_trainer(World(), CASE)
+    trainer.fit(global_batches(steps))
+    return trainer
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "manifest.json", "step-00000001/notes.txt", "best/rank0.pt"])
+def test_a_folder_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
+    """Version 0.1 deleted it."""
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    with pytest.raises(CheckpointError, match="is not empty and is no folder of checkpoints: it holds"):
+        trained(1).save(tmp_path / "out")
+    assert content(tmp_path) == {f"out/{name}": b"{}"}
+
+
+def test_what_a_user_puts_there_stays(tmp_path: Path) -> None:
+    """In the folder, in a checkpoint, and in one that is being written; and the best model may be inside."""
+    trainer = trained(1)
+    trainer.save(tmp_path)
+    trainer.save(tmp_path / "best")
+    notes = [tmp_path / name / "notes.txt" for name in (".", "step-00000001", "step-00000009.partial")]
+    notes[-1].parent.mkdir()
+    for file in notes:
+        file.write_text("mine")
+    trainer.fit(global_batches(1))
+    trainer.save(tmp_path)
+    assert all(file.read_text() == "mine" for file in notes)
+    assert find_checkpoint(tmp_path) == tmp_path / "step-00000002"
+    assert find_checkpoint(tmp_path / "best") == tmp_path / "best" / "step-00000001"
+    assert set(content(tmp_path / "step-00000001")) == {"notes.txt"}
+
+
+def test_the_best_may_come_first(tmp_path: Path) -> None:
+    trainer = trained(1)
+    trainer.save(tmp_path / "best")
+    trainer.save(tmp_path)
+    assert {child.name for child in tmp_path.iterdir()} == {MARKER, "best", "step-00000001"}
+
+
+def test_more_steps_are_not_replaced(tmp_path: Path) -> None:
+    longer, shorter = trained(3), trained(2)
+    longer.save(tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(CheckpointError, match="is a checkpoint of 3 steps, this trainer is at step 2"):
+        shorter.save(tmp_path)
+    assert content(tmp_path) == before
+    shorter.save(tmp_path, replaces_newer=True)
+    assert {child.name for child in tmp_path.iterdir()} == {MARKER, "step-00000002"}
+
+
+def test_the_same_step_again(tmp_path: Path) -> None:
+    trainer = trained(1)
+    for _ in range(3):
+        trainer.save(tmp_path)
+    (checkpoint,) = folder.checkpoints(tmp_path)
+    again = make_trainer(World(), CASE)
+    again.load(tmp_path)
+    assert again.digest() == trainer.digest()
+    assert find_checkpoint(tmp_path) == checkpoint
+
+
+CALLS = ("os.fsync", "os.rename", "os.replace", "os.unlink", "os.rmdir", "os.mkdir")
+
+
+def die_at(number: int, path: Path) -> None:
+    """Saves, and is killed just before the number-th call that changes a name on disk or syncs it."""
+    left = number
+    originals = {name: getattr(os, name.removeprefix("os.")) for name in CALLS}
+
+    def counting(name: str):
+        def call(*arguments: object, **options: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return originals[name](*arguments, **options)
+
+        return call
+
+    trainer = trained(2)
+    for name in CALLS:
+        setattr(os, name.removeprefix("os."), counting(name))
+    trainer.save(path)
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Before each call that changes the folder: the old checkpoint is there, or the new one; then a save works again.
+
+    Fails if publish removes older ones first, or if _remove_our_files leaves the manifest for last.
+    """
+    old, digests = trained(1), {}
+    for steps in (1, 2):
+        digests[steps] = trained(steps).digest()
+    endings = set()
+    for number in range(100):
+        path = tmp_path / str(number)
+        old.save(path)
+        child = os.fork()
+        if child == 0:
+            die_at(number, path)
+            os._exit(0)
+        was_killed = os.waitpid(child, 0)[1] != 0
+        found = make_trainer(World(), CASE)
+        found.load(path)
+        assert found.digest() == digests[found.num_steps]
+        endings.add(found.num_steps)
+        found.fit(global_batches(3 - found.num_steps))
+        found.save(path)
+        assert {child.name for child in path.iterdir()} == {MARKER, "step-00000003"}
+        if not was_killed:
+            break
+    assert number > 8
+    assert endings == {1, 2}
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    trained(1).save(tmp_path)
+    newer = tmp_path / "step-00000002"
+    trained(2).save(tmp_path / "other")
+    (tmp_path / "other" / newer.name).rename(newer)
+    file = newer / "rank0.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+    found, problems = newest_checkpoint(tmp_path)
+    assert found == tmp_path / "step-00000001"
+    assert len(problems) == 1
+    assert "rank0.pt has" in problems[0]
+    (tmp_path / "step-00000001" / "dense.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged: .*rank0.pt has.*dense.pt is missing"):
+        newest_checkpoint(tmp_path)
+
+
+def test_moved_away(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for number in (1, 2):
+        trained(number).save(path)
+        (path / "notes.txt").write_text(str(number))
+        assert folder.move_away(path) == tmp_path / f"out.{number}"
+        assert not path.exists()
+        assert (tmp_path / f"out.{number}" / "notes.txt").read_text() == str(number)
+    assert folder.move_away(path) is None
+    path.mkdir()
+    (path / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="no folder of checkpoints"):
+        folder.move_away(path)
