@@ -117,8 +117,8 @@ class TwoTables(nn.Module):
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_an_update_that_fails_halfway(schedule: str, tmp_path) -> None:
-    """Table a has been updated when that of table b fails, and so have the dense parameters. The trainer says so until a
-    checkpoint is loaded."""
+    """Table a has been updated when that of table b fails, and so have the dense parameters. The trainer says so until
+    a checkpoint is loaded."""
     features = {
         "a": Pooled(Table("a", 2, init=init.Constant(1.0), optimizer=rows.SGD(0.1))),
         "b": Pooled(Table("b", 2, init=init.Constant(1.0), optimizer=Raising(0.1))),

@@ -124,8 +124,12 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         old.save(path)
         child = os.fork()
         if child == 0:
-            die_at(number, path)
-            os._exit(0)
+            code = 1
+            try:
+                die_at(number, path)
+                code = 0
+            finally:
+                os._exit(code)
         was_killed = os.waitpid(child, 0)[1] != 0
         found = make_trainer(World(), CASE)
         found.load(path)
