@@ -22,6 +22,7 @@ from nestpipe.embedding.row_optimizer import Adagrad, RowOptimizer
 from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import Case, Momentum, global_batches, make_trainer, on_ranks, share_of
+from tests.ranks import run_ranks
 
 CASE = Case("adam", "shared", 1)
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
@@ -225,7 +226,7 @@ def test_what_differs_by_rank(size: int, tmp_path: Path) -> None:
     assert len({result[3] for result in results}) == 1
 
 
-def save_on_a_small_disk(path: Path) -> str:
+def save_on_a_small_disk(world: World, path: Path) -> tuple[int, str]:
     """On a disk of 256 KB, mounted for this process alone: what the second save says, and which one is then there."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWNS) == 0
@@ -242,25 +243,15 @@ def save_on_a_small_disk(path: Path) -> str:
         message = str(error)
     again = make()
     again.load(path / "save")
-    return f"{again.num_steps} {message}"
+    return again.num_steps, message
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk, which needs root; runs in CI")
 def test_full_disk(tmp_path: Path) -> None:
     """Fails if `write` raises what torch says: unexpected pos."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, save_on_a_small_disk(tmp_path).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        num_steps, _, message = answer.read().partition(" ")
-    os.waitpid(child, 0)
+    ((num_steps, message),) = run_ranks(1, save_on_a_small_disk, tmp_path)
     assert f"no space left on the disk: '{tmp_path}/save/step-00000002.partial/rank0.pt'" in message
-    assert num_steps == "1"
+    assert num_steps == 1
 
 
 def test_extra_comes_back(tmp_path: Path) -> None:
