@@ -63,7 +63,7 @@ def test_adam_adds_one_minus_beta_to_one_rounding(beta2: float, dtype: torch.dty
 def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dtype: torch.dtype) -> None:
     """For gradients of zero, and for gradients whose squares are zero in the dtype.
 
-    Fails if `divisor` in row_update.cpp, or masked_fill_ in RowwiseAdagrad, lets zero through.
+    Fails if with_divisor of the native library, or masked_fill_ of RowwiseAdagrad, lets zero through.
     """
     optimizer = kind(0.1, eps=0.0)
     torch.manual_seed(3)
