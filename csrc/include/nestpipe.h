@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 5
+#define NESTPIPE_ABI_VERSION 6
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -295,7 +295,10 @@ NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrenc
 NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient,
                                                     int64_t stride, void* row_gradients, int32_t num_threads);
 
-/* ---- row optimizers, in place, each row alone; constants are rounded to the dtype ------------------------------ */
+/* ---- row optimizers, in place, each row alone ------------------------------------------------------------------ */
+
+/* Constants, 1 - beta1 and 1 - beta2 among them, are computed in double and rounded once to the dtype. Where a divisor
+ * is zero (only possible with eps = 0, or one that is zero in the dtype), the element of the row does not change. */
 
 /* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
 NESTPIPE_API nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps,

@@ -144,9 +144,9 @@ nestpipe_status nestpipe_adam(const nestpipe_row_update* of, double beta1, doubl
         need(of, "update");
         check_update(of, 2 * of->dim, num_threads);
         if (of->dtype == NESTPIPE_FLOAT32)
-            adam(as<float>(*of), static_cast<float>(beta1), static_cast<float>(beta2), static_cast<float>(step_size),
+            adam(as<float>(*of), Decay<float>(beta1), Decay<float>(beta2), static_cast<float>(step_size),
                  static_cast<float>(eps), num_threads);
         else
-            adam(as<double>(*of), beta1, beta2, step_size, eps, num_threads);
+            adam(as<double>(*of), Decay<double>(beta1), Decay<double>(beta2), step_size, eps, num_threads);
     });
 }

@@ -1,6 +1,7 @@
 #include "row_update.hpp"
 
 #include <cmath>
+#include <limits>
 
 #include "parallel.hpp"
 
@@ -19,33 +20,54 @@ void for_each_row(const RowUpdate<Real>& of, int32_t num_threads, Update&& updat
     });
 }
 
+// Calls work(divisor). divisor(sum) is sqrt(sum) + eps, or infinity instead of zero, so that what is divided by it
+// becomes zero. With eps > 0 it cannot be zero: then the loop in `work` is compiled without the question, which would
+// take up to a sixth of its time. A choice between divisors, unlike a choice whether to divide, is made for a vector at
+// once.
+template <typename Real, typename Work>
+void with_divisor(Real eps, Work&& work) {
+    if (eps > 0) {
+        work([eps](Real sum) { return std::sqrt(sum) + eps; });
+    } else {
+        work([eps](Real sum) {
+            const Real divisor = std::sqrt(sum) + eps;
+            return divisor == 0 ? std::numeric_limits<Real>::infinity() : divisor;
+        });
+    }
+}
+
 }  // namespace
 
 template <typename Real>
 void adagrad(const RowUpdate<Real>& of, Real lr, Real eps, int32_t num_threads) {
-    for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict state, const Real* g) {
-        for (int64_t c = 0; c < dim; ++c) {
-            state[c] += g[c] * g[c];
-            row[c] -= lr * g[c] / (std::sqrt(state[c]) + eps);
-        }
+    with_divisor(eps, [&](auto divisor) {
+        for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict state, const Real* g) {
+            for (int64_t c = 0; c < dim; ++c) {
+                state[c] += g[c] * g[c];
+                row[c] -= lr * g[c] / divisor(state[c]);
+            }
+        });
     });
 }
 
 template <typename Real>
-void adam(const RowUpdate<Real>& of, Real beta1, Real beta2, Real step_size, Real eps, int32_t num_threads) {
-    for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict first, const Real* g) {
-        Real* __restrict second = first + dim;
-        for (int64_t c = 0; c < dim; ++c) {
-            first[c] = beta1 * first[c] + (1 - beta1) * g[c];
-            second[c] = beta2 * second[c] + (1 - beta2) * (g[c] * g[c]);
-            row[c] -= step_size * first[c] / (std::sqrt(second[c]) + eps);
-        }
+void adam(const RowUpdate<Real>& of, Decay<Real> of_first, Decay<Real> of_second, Real step_size, Real eps,
+          int32_t num_threads) {
+    with_divisor(eps, [&](auto divisor) {
+        for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict first, const Real* g) {
+            Real* __restrict second = first + dim;
+            for (int64_t c = 0; c < dim; ++c) {
+                first[c] = of_first.keep * first[c] + of_first.add * g[c];
+                second[c] = of_second.keep * second[c] + of_second.add * (g[c] * g[c]);
+                row[c] -= step_size * first[c] / divisor(second[c]);
+            }
+        });
     });
 }
 
 template void adagrad(const RowUpdate<float>&, float, float, int32_t);
 template void adagrad(const RowUpdate<double>&, double, double, int32_t);
-template void adam(const RowUpdate<float>&, float, float, float, float, int32_t);
-template void adam(const RowUpdate<double>&, double, double, double, double, int32_t);
+template void adam(const RowUpdate<float>&, Decay<float>, Decay<float>, float, float, int32_t);
+template void adam(const RowUpdate<double>&, Decay<double>, Decay<double>, double, double, int32_t);
 
 }  // namespace nestpipe

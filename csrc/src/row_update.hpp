@@ -13,12 +13,26 @@ struct RowUpdate {
     int64_t num_rows, dim, row_stride, state_stride;
 };
 
+// Where a divisor below is zero, which takes eps = 0, the row keeps its value: a gradient of zero that meets a state of
+// zero changes nothing.
+
 // state += g^2; row -= lr * g / (sqrt(state) + eps)
 template <typename Real>
 void adagrad(const RowUpdate<Real>& of, Real lr, Real eps, int32_t num_threads);
 
+// How a moment takes in a gradient: keep * moment + add * gradient.
+template <typename Real>
+struct Decay {
+    Real keep, add;
+
+    // add = 1 - beta is taken in double and rounded once. In float, 1 - beta would cancel: beta = 0.999999 would give
+    // an `add` that is 1.3% off.
+    explicit Decay(double beta) : keep(static_cast<Real>(beta)), add(static_cast<Real>(1 - beta)) {}
+};
+
 // state = (first, second moment); row -= step_size * first / (sqrt(second) + eps)
 template <typename Real>
-void adam(const RowUpdate<Real>& of, Real beta1, Real beta2, Real step_size, Real eps, int32_t num_threads);
+void adam(const RowUpdate<Real>& of, Decay<Real> first, Decay<Real> second, Real step_size, Real eps,
+          int32_t num_threads);
 
 }  // namespace nestpipe

@@ -179,6 +179,28 @@ void test_row_optimizers() {
     }
 }
 
+// In float, 1 - 0.999999 would be 1.0133e-06.
+void test_adam_in_float() {
+    constexpr double kBeta = 0.999999;
+    float records[3] = {0, 0, 0};
+    const float gradient = 1;
+    const nestpipe_row_update update{records, records + 1, &gradient, 1, 1, 3, 3, NESTPIPE_FLOAT32};
+    OK(nestpipe_adam(&update, kBeta, kBeta, 0.1, 1e-8, 1));
+    CHECK(records[1] == static_cast<float>(1 - kBeta) && records[2] == static_cast<float>(1 - kBeta));
+}
+
+void test_zero_divisors() {
+    constexpr int64_t kRows = 3, kDim = 9;
+    const std::vector<double> gradient(kRows * kDim, 0.0);
+    std::vector<double> two(kRows * 2 * kDim, 0.0), three(kRows * 3 * kDim, 0.0);
+    for (size_t i = 0; i < kDim; ++i) two[i] = three[i] = 0.5;
+    const auto two_before = two, three_before = three;
+    const auto adagrad = update_of(two, gradient, kDim, 2 * kDim), adam = update_of(three, gradient, kDim, 3 * kDim);
+    OK(nestpipe_adagrad(&adagrad, 0.1, 0.0, 1));
+    OK(nestpipe_adam(&adam, 0.5, 0.75, 0.1, 0.0, 1));
+    CHECK(two == two_before && three == three_before);
+}
+
 }  // namespace
 
 int main() {
@@ -187,5 +209,7 @@ int main() {
     test_pool();
     test_pool_refusals();
     test_row_optimizers();
+    test_adam_in_float();
+    test_zero_divisors();
     return 0;
 }

@@ -4,7 +4,6 @@ The sizes of a recipe are found first, by short runs of serial. Then the schedul
 in one set of ranks. They share one store; each has a model of its own.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import GIVEN_ORDER
 from nestpipe.device.streams import has_streams
 from nestpipe.distributed import World
+from nestpipe.store.cores import usable_cores
 from nestpipe.train.trainer import FitResult, Trainer
 
 TIMEOUT_SECONDS = 90.0
@@ -93,7 +93,7 @@ class Comparison:
     def __init__(self, world: World, size: Size, recipe: Recipe) -> None:
         self.world, self.size = world, size
         # Of its cores a rank's store has all but one: what launches, and what exchanges, wants some, too.
-        self.threads = max(1, len(os.sched_getaffinity(0)) // world.size - 1)
+        self.threads = max(1, usable_cores() // world.size - 1)
         torch.set_num_threads(1)  # the store has the others
         self.features = make_features(recipe)
         self.pools = keys_by_owner(size.rows_a_rank, world.size)

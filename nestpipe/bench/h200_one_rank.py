@@ -1,8 +1,8 @@
 """Whole steps on one accelerator: HSTU in bf16, a table in host memory, every schedule against the dense model alone.
 
 The schedules share one store; each has a model of its own. They take turns, a stretch of steps each, of which the first
-ones, while the pipeline fills, are left out. Dense only: the same micro-batches, forward, backward and optimizer on
-rows that are on the device already.
+ones, while the pipeline fills, are left out. Two dense-only runs take turns with them: forward, backward and optimizer
+on rows that are on the device already, one with the same micro-batches and one unsplit, with a batch in one piece.
 """
 
 import statistics
@@ -121,15 +121,23 @@ def make_trainer(
 
 
 class DenseOnly:
-    """The dense model's steps on resident rows."""
+    """The dense model's steps on resident rows, each batch split into `num_parts`."""
 
-    def __init__(self, world: World, size: Size, shape: Shape, features: dict[str, Feature], batches: list[Batch]):
+    def __init__(
+        self,
+        world: World,
+        size: Size,
+        shape: Shape,
+        features: dict[str, Feature],
+        batches: list[Batch],
+        num_parts: int,
+    ) -> None:
         self.features = features
         self.device = world.device
         self.model = make_model(size, shape, world.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         self.weight = batches[0].weights[""]
-        made = [make_request(features, b, NUM_MICRO_BATCHES, 1, size.num_threads, BY_KEYS) for b in batches[:2]]
+        made = [make_request(features, b, num_parts, 1, size.num_threads, BY_KEYS) for b in batches[:2]]
         self.requests = [on_device(features, request, world.device) for request in made]
         rows = torch.randn(shape.num_distinct, size.dim, device=world.device) * 0.02
         self.leaves = [[rows[: len(leaf)].clone() for leaf in r.tables[0].leaves] for r in self.requests]
@@ -164,16 +172,18 @@ def _compared(
     batches = make_batches(shape, size.small_rows)
     spread_keys(batches, size.num_rows // size.small_rows)
     trainers = {s: make_trainer(world, size, shape, features, store, s) for s in ("serial", "inter", "nested")}
-    dense = DenseOnly(world, size, shape, features, batches)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("dense", *trainers)}
+    parts = {"dense": NUM_MICRO_BATCHES, "dense_unsplit": 1}
+    dense = {name: DenseOnly(world, size, shape, features, batches, num_parts) for name, num_parts in parts.items()}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in (*dense, *trainers)}
     for number in range(size.num_rounds + 1):  # the first round warms up
         for name, trainer in trainers.items():
             found = stretch(trainer, batches, size, is_first=number == 0)
             if number > 0:
                 rounds[name].append(found)
-        times = dense.step_ms(size.steps)[size.left_out :]
-        if number > 0:
-            rounds["dense"].append({"step_ms": statistics.mean(times)})
+        for name, dense_only in dense.items():
+            times = dense_only.step_ms(size.steps)[size.left_out :]
+            if number > 0:
+                rounds[name].append({"step_ms": statistics.mean(times)})
     identity = {
         "ranks": 1,
         "num_micro_batches": NUM_MICRO_BATCHES,
@@ -189,18 +199,21 @@ def _compared(
 
 
 def _figures(name: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    mine, serial, dense = rounds[name], rounds["serial"], rounds["dense"]
+    mine, serial, dense, unsplit = (rounds[key] for key in (name, "serial", "dense", "dense_unsplit"))
     figures = {field: statistics.median(r[field] for r in mine) for field in mine[0]}
     figures["dense_only_ms"] = statistics.median(r["step_ms"] for r in dense)
-    pairs = list(zip(mine, serial, dense, strict=True))
+    figures["dense_unsplit_ms"] = statistics.median(r["step_ms"] for r in unsplit)
+    pairs = list(zip(mine, serial, strict=True))
     if name == "nested":
-        figures |= spread("step_over_dense_only", [m["step_ms"] / d["step_ms"] for m, _, d in pairs])
+        for field, baseline in (("step_over_dense_only", dense), ("step_over_dense_unsplit", unsplit)):
+            ratios = [m["step_ms"] / d["step_ms"] for m, d in zip(mine, baseline, strict=True)]
+            figures |= spread(field, ratios)
     if name != "serial":
-        figures |= spread("speedup_vs_serial", [s["step_ms"] / m["step_ms"] for m, s, _ in pairs])
-        hidden = [1 - m["exposed_lookup_ms"] / s["exposed_lookup_ms"] for m, s, _ in pairs]
+        figures |= spread("speedup_vs_serial", [s["step_ms"] / m["step_ms"] for m, s in pairs])
+        hidden = [1 - m["exposed_lookup_ms"] / s["exposed_lookup_ms"] for m, s in pairs]
         figures |= spread("lookup_hidden_fraction", hidden)
     if name == "inter":
-        hidden = [(s["step_ms"] - m["step_ms"]) / s["exposed_lookup_ms"] for m, s, _ in pairs]
+        hidden = [(s["step_ms"] - m["step_ms"]) / s["exposed_lookup_ms"] for m, s in pairs]
         figures |= spread("lookup_hidden_end_to_end", hidden)
     return figures
 

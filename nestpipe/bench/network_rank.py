@@ -15,6 +15,7 @@ from nestpipe.bench.network_loop import QUICK, SEED, Loop, Paced, Size, exchange
 from nestpipe.bench.pairs import spread
 from nestpipe.data.cluster import BY_KEYS
 from nestpipe.distributed import World
+from nestpipe.store.cores import usable_cores
 
 PACE = 1.5
 """dense time over serial's exchange time, where dense compute is paced"""
@@ -42,7 +43,7 @@ class Bench:
     def __init__(self, size: Size, world: World) -> None:
         self.size = size
         self.world = world
-        self.threads = max(1, len(os.sched_getaffinity(0)) // world.size)
+        self.threads = max(1, usable_cores() // world.size)
         torch.set_num_threads(self.threads)
         self.batches = make_batches(size, world.rank, world.size)
         totals, smallest = exchanges_of(self.batches, size, world.rank, world.size)

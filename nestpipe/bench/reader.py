@@ -21,6 +21,7 @@ from nestpipe.bench.reader_data import write_clicks, write_histories
 from nestpipe.bench.report import Record
 from nestpipe.data.dataset import Batches
 from nestpipe.distributed import World
+from nestpipe.store.cores import usable_cores
 from nestpipe.train.build import build
 from nestpipe.train.build_data import training_data
 from nestpipe.train.config import Config
@@ -34,7 +35,7 @@ QUICK = ["train.batch_size=16"]
 
 
 def records(quick: bool) -> Iterator[Record]:
-    cores, num_pairs = os.cpu_count() or 1, NUM_QUICK_PAIRS if quick else NUM_PAIRS
+    cores, num_pairs = usable_cores(), NUM_QUICK_PAIRS if quick else NUM_PAIRS
     with tempfile.TemporaryDirectory(prefix="nestpipe-reader-") as name:
         clicks, histories = Path(name) / "clicks", Path(name) / "histories"
         for folder in (clicks, histories):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nestpipe
+from nestpipe.store.cores import usable_cores
 
 MOST_ACROSS = 4
 """records side by side: what a terminal shows without cutting them off"""
@@ -69,7 +70,7 @@ def run_bench(
             made.close()  # whatever happened here: what it has made for its measurements is removed
     environment = Environment(
         cpu=_cpu_name(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         torch=torch.__version__,
         python=platform.python_version(),
         load_before=load_before,

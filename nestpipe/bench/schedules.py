@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nestpipe.bench.pairs import median_interval, spread
 from nestpipe.bench.report import Record
+from nestpipe.bench.schedules_small import small_batch_records
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import Adagrad
@@ -62,6 +63,7 @@ def records(quick: bool) -> Iterator[Record]:
     yield _overhead(QUICK_OVERHEAD if quick else OVERHEAD)
     for overlap in (0.0, 0.6, 1.0):
         yield _host_traffic(overlap)
+    yield from small_batch_records(quick)
 
 
 class Tower(nn.Module):

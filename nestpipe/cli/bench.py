@@ -84,7 +84,7 @@ def plain(path: Json, quick: Quick = False, check: Check = False) -> None:
 
 @app.command()
 def schedules(path: Json, quick: Quick = False, check: Check = False) -> None:
-    """What each schedule hides against serial, on one rank; host traffic by overlap; the cost of tracing."""
+    """What each schedule hides against serial, on one rank; host traffic by overlap; what it costs small batches."""
     _run("schedules", lambda: schedules_bench.records(quick), path, quick, check)
 
 

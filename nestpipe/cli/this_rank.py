@@ -10,6 +10,7 @@ import typer
 
 from nestpipe.distributed import RankError, World
 from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.store.cores import usable_cores
 from nestpipe.train.checkpoint import CheckpointError
 from nestpipe.train.config import Config
 from nestpipe.train.config_value import ConfigError
@@ -22,7 +23,7 @@ EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError,
 def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Summary | None:
     """Calls it with the resolved config and the world; its result on rank 0, None on the others."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    config = config.resolved(ranks_here, os.cpu_count() or 1)
+    config = config.resolved(ranks_here, usable_cores())
     assert config.runtime.device is not None
     section = config.distributed
     try:

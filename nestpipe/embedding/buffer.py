@@ -23,6 +23,7 @@ from nestpipe.embedding.route import OwnedTable, Route
 from nestpipe.embedding.rows import copy_rows
 from nestpipe.embedding.table import Table
 from nestpipe.store import HostStore, unique
+from nestpipe.store.interface import MOST_ROWS
 
 STRETCH_BYTES = 64 << 20
 """of records that travel to or from a device at a time: enough for all threads of the host store to share in"""
@@ -190,14 +191,21 @@ def room_error(buffers: Sequence[Buffer], before: Sequence[Buffer], store: HostS
     """Why these rows, and those of the batch before that are not written back yet, will not all have room."""
     for i, buffer in enumerate(buffers):
         table = buffer.table
-        if table.max_rows is None or table.frozen:
+        if table.frozen:
             continue
-        keys = torch.cat([b.keys for b in (buffer, *before[i : i + 1])])
-        needed = store.size(table.name) + int((~store.find(table.name, unique(keys)[0])).sum())
-        if needed > table.max_rows:
+        keys = [b.keys for b in (buffer, *before[i : i + 1])]
+        limit = table.max_rows or MOST_ROWS
+        num_rows = store.size(table.name)
+        if num_rows + sum(map(len, keys)) <= limit:  # there is room even if every key is new
+            continue
+        needed = num_rows + int((~store.find(table.name, unique(torch.cat(keys))[0])).sum())
+        if needed > limit:
+            most, remedy = f"the {limit} that a table can have on one rank", "Use more ranks"
+            if table.max_rows is not None:
+                most, remedy = f"its max_rows = {limit}", "Raise max_rows, or use more ranks"
             return ValueError(
-                f"table {table.name!r} would have {needed} rows on this rank, more than its max_rows = "
-                f"{table.max_rows}; nothing of this step was applied. Raise max_rows, or use more ranks"
+                f"table {table.name!r} would have {needed} rows on this rank, more than {most}; nothing of this step "
+                f"was applied. {remedy}"
             )
     return None
 

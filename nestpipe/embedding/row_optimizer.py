@@ -74,7 +74,10 @@ class SGD(RowOptimizer):
 
 
 class Adagrad(RowOptimizer):
-    """A sum of squared gradients for each element: state += g^2, row -= lr * g / (sqrt(state) + eps)."""
+    """A sum of squared gradients for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
+
+    With eps = 0 an element whose state is zero after a step does not change in it: such steps have no gradient.
+    """
 
     def __init__(
         self, lr: LearningRate, initial_accumulator: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
@@ -106,7 +109,8 @@ class RowwiseAdagrad(Adagrad):
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         state.add_(gradient.square().mean(1, keepdim=True))
-        rows.addcdiv_(gradient, state.sqrt().add_(self.eps), value=-lr)
+        divisor = state.sqrt().add_(self.eps)
+        rows.addcdiv_(gradient, divisor.masked_fill_(divisor == 0, torch.inf), value=-lr)
 
     def update_on_device(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor

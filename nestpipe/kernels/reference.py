@@ -77,7 +77,7 @@ def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> 
 
 def adagrad(rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float) -> None:
     sums = state + gradient * gradient
-    change = _rounded(lr, rows) * gradient / (sums.sqrt() + _rounded(eps, rows))
+    change = _rounded(lr, rows) * gradient / _divisor(sums, eps)
     _assign(rows, rows - change, is_masked)
     _assign(state, sums, is_masked)
 
@@ -88,7 +88,7 @@ def rowwise_adagrad(
     squares = sum_of_squares(gradient)
     # Divided by a number, torch would multiply by its inverse on some devices.
     sums = state + squares / torch.full_like(squares, rows.shape[1])
-    change = _rounded(lr, rows) * gradient / (sums.sqrt() + _rounded(eps, rows))
+    change = _rounded(lr, rows) * gradient / _divisor(sums, eps)
     _assign(rows, rows - change, is_masked)
     _assign(state, sums, is_masked)
 
@@ -116,13 +116,20 @@ def adam(
     eps: float,
 ) -> None:
     first, second = state.split(rows.shape[1], dim=1)
-    keep1, keep2 = _rounded(beta1, rows), _rounded(beta2, rows)
-    new_first = keep1 * first + (1 - keep1) * gradient
-    new_second = keep2 * second + (1 - keep2) * (gradient * gradient)
-    change = _rounded(step_size, rows) * new_first / (new_second.sqrt() + _rounded(eps, rows))
+    # In float32, 1 - beta would cancel.
+    add1, add2 = _rounded(1 - beta1, rows), _rounded(1 - beta2, rows)
+    new_first = _rounded(beta1, rows) * first + add1 * gradient
+    new_second = _rounded(beta2, rows) * second + add2 * (gradient * gradient)
+    change = _rounded(step_size, rows) * new_first / _divisor(new_second, eps)
     _assign(rows, rows - change, is_masked)
     _assign(first, new_first, is_masked)
     _assign(second, new_second, is_masked)
+
+
+def _divisor(sums: Tensor, eps: float) -> Tensor:
+    """Returns sqrt(sums) + eps, or infinity where that is zero, so that the row does not change there."""
+    total = sums.sqrt() + _rounded(eps, sums)
+    return torch.where(total == 0, torch.inf, total)
 
 
 def _rounded(number: float, array: Tensor) -> float:

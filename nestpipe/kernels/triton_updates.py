@@ -1,6 +1,7 @@
 """Kernels of the row optimizers: one pass over rows, row state and gradients, division and root rounded as IEEE says.
 
-Constants come as float64 and are rounded to the rows' dtype first, as the native library does.
+Constants come as float64. What is computed from them alone (1 - beta) is float64 too; each is then rounded once to the
+rows' dtype, as in the native library.
 """
 
 from typing import Any
@@ -31,6 +32,13 @@ def root(a):
 @triton.jit
 def rounded(number, array):
     return tl.full((), number, array.dtype.element_ty)
+
+
+@triton.jit
+def divisor(sums, eps):
+    """Returns sqrt(sums) + eps, or infinity where that is zero, so that the row does not change there."""
+    total = root(sums) + eps
+    return tl.where(total == 0.0, float("inf"), total)
 
 
 @triton.jit
@@ -83,7 +91,7 @@ def adagrad_kernel(
     state_at = elements(state, numbers, state_stride, columns, VECTOR)
     g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
     sums = tl.load(state_at, mask=inside) + g * g
-    change = divide(rounded(lr, rows) * g, root(sums) + rounded(eps, rows))
+    change = divide(rounded(lr, rows) * g, divisor(sums, rounded(eps, rows)))
     tl.store(at, tl.load(at, mask=inside) - change, mask=inside)
     tl.store(state_at, sums, mask=inside)
 
@@ -113,10 +121,11 @@ def adam_kernel(
     first_at = elements(state, numbers, state_stride, columns, VECTOR)
     second_at = first_at + WIDTH
     g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
-    keep1, keep2 = rounded(beta1, rows), rounded(beta2, rows)
-    first = keep1 * tl.load(first_at, mask=inside) + (1.0 - keep1) * g
-    second = keep2 * tl.load(second_at, mask=inside) + (1.0 - keep2) * (g * g)
-    change = divide(rounded(step_size, rows) * first, root(second) + rounded(eps, rows))
+    # In float32, 1 - beta would cancel.
+    add1, add2 = rounded(1.0 - beta1, rows), rounded(1.0 - beta2, rows)
+    first = rounded(beta1, rows) * tl.load(first_at, mask=inside) + add1 * g
+    second = rounded(beta2, rows) * tl.load(second_at, mask=inside) + add2 * (g * g)
+    change = divide(rounded(step_size, rows) * first, divisor(second, rounded(eps, rows)))
     tl.store(at, tl.load(at, mask=inside) - change, mask=inside)
     tl.store(first_at, first, mask=inside)
     tl.store(second_at, second, mask=inside)
@@ -164,14 +173,14 @@ def rowwise_adagrad_kernel(
     # Several threads have the same element of state: all must have read it before one writes it.
     tl.debug_barrier()
     tl.store(state_at, sums, mask=exists)
-    divisor = root(sums) + rounded(eps, rows)
+    scale = divisor(sums, rounded(eps, rows))
     for start in range(0, WIDTH, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = exists & (columns < WIDTH)[None, :]
         at = elements(rows, numbers, row_stride, columns, VECTOR)
         if WIDTH > BLOCK_COLUMNS:  # otherwise all of it is at hand
             g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside, other=0.0)
-        tl.store(at, tl.load(at, mask=inside) - divide(rounded(lr, rows) * g, divisor), mask=inside)
+        tl.store(at, tl.load(at, mask=inside) - divide(rounded(lr, rows) * g, scale), mask=inside)
 
 
 def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> None:

@@ -2,6 +2,9 @@
 
 rows [n, dim] and state are columns of one array of records; gradient is [n, dim]. is_masked is one bool or int32 in
 device memory: where it is true, the step does not count and nothing changes.
+
+Where a divisor is zero (only possible with eps = 0, or one that is zero in the dtype), the element of the row does not
+change: a gradient of zero that meets a state of zero has no effect.
 """
 
 from torch import Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 

@@ -129,7 +129,7 @@ class TableSection:
     optimizer: str | None = key(None, "row optimizer; not set: row_optimizer.kind", choices=ROW_OPTIMIZERS)
     lr: float | None = key(None, "learning rate; not set: row_optimizer.lr", above=0)
     num_keys: int | None = key(None, "keys are 0 .. num_keys - 1; not set: any", at_least=1)
-    max_rows: int | None = key(None, "most rows on one rank; not set: no limit", at_least=1, at_most=MOST_ROWS)
+    max_rows: int | None = key(None, "most rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS)
     frozen: bool = key(False, "never updated")
 
 

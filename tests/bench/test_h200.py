@@ -5,10 +5,11 @@ import torch
 from typer.testing import CliRunner
 
 from nestpipe.bench.h200_data import Repeating, Shape, make_batches
-from nestpipe.bench.h200_one_rank import spread_keys
+from nestpipe.bench.h200_one_rank import NUM_MICRO_BATCHES, QUICK, DenseOnly, _figures, features_of, spread_keys
 from nestpipe.bench.targets import load_targets
 from nestpipe.cli.bench import app
 from nestpipe.data.batch import Batch
+from nestpipe.distributed import World
 
 SHAPE = Shape(batch_size=8, length=16, num_negatives=4, num_distinct=100, overlap=0.3, num_batches=3)
 
@@ -34,6 +35,35 @@ def test_distinct_and_shared_keys_are_as_many_as_asked_for() -> None:
 def test_too_few_keys() -> None:
     with pytest.raises(ValueError, match="150 keys are too few for 3 batches of 70 new ones each"):
         make_batches(SHAPE, num_keys=150)
+
+
+@pytest.mark.parametrize("num_parts", [1, NUM_MICRO_BATCHES])
+def test_dense_only_runs_split_and_unsplit(num_parts: int) -> None:
+    """Both train all samples on all distinct rows. Fails if DenseOnly splits every batch into NUM_MICRO_BATCHES."""
+    (shape,) = QUICK.shapes
+    batches = make_batches(shape, QUICK.small_rows)
+    dense = DenseOnly(World(), QUICK, shape, features_of(QUICK.dim), batches, num_parts)
+    for request, leaves in zip(dense.requests, dense.leaves, strict=True):
+        assert len(request.num_samples) == len(leaves) == num_parts
+        assert sum(request.num_samples) == shape.batch_size
+        assert max(map(len, leaves)) <= shape.num_distinct <= sum(map(len, leaves))
+    before = [parameter.clone() for parameter in dense.model.parameters()]
+    dense._step(dense.requests[0], dense.leaves[0])
+    assert any(not torch.equal(a, b) for a, b in zip(before, dense.model.parameters(), strict=True))
+
+
+def test_a_step_is_compared_with_the_dense_model_split_and_unsplit() -> None:
+    """Round by round. Fails if step_over_dense_unsplit divides by the split run."""
+    times = {"serial": [20.0, 30.0], "inter": [16.0, 25.0], "nested": [12.0, 24.0]}
+    rounds = {name: [{"step_ms": t, "exposed_lookup_ms": t / 4} for t in of] for name, of in times.items()}
+    rounds |= {"dense": [{"step_ms": 10.0}] * 2, "dense_unsplit": [{"step_ms": 8.0}] * 2}
+    figures = {name: _figures(name, rounds) for name in times}
+    for of_schedule in figures.values():
+        assert (of_schedule["dense_only_ms"], of_schedule["dense_unsplit_ms"]) == (10.0, 8.0)
+    nested = figures["nested"]
+    assert (nested["step_over_dense_only"], nested["step_over_dense_unsplit"]) == (pytest.approx(1.8), 2.25)
+    assert (nested["step_over_dense_unsplit_low"], nested["step_over_dense_unsplit_high"]) == (1.5, 3.0)
+    assert "step_over_dense_unsplit" not in figures["serial"] | figures["inter"]
 
 
 def test_an_unknown_part(tmp_path) -> None:

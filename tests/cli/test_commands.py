@@ -54,6 +54,8 @@ def test_bench_schedules_quick(tmp_path: Path) -> None:
     records = quick_records("schedules", tmp_path)
     traffic = {r["overlap"]: r["host_traffic_vs_serial"] for r in records if "host_traffic_vs_serial" in r}
     assert traffic == {0.0: 1.0, 0.6: pytest.approx(0.4, abs=0.01), 1.0: 0.0}  # bytes: exact even in a quick run
+    small = [(r["num_tables"], r["batch_size"]) for r in records if "small_batch_overhead" in r]
+    assert small == [(26, 64), (26, 256), (26, 2048)]
 
 
 @pytest.mark.slow

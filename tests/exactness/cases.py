@@ -40,6 +40,8 @@ OPTIMIZERS = {
     "adam": lambda: Adam(lambda step: 0.05 / step**0.5),
     "own": lambda: Momentum(0.1),
 }
+SLOW_DECAY = {"adam_slow_decay": lambda: Adam(0.05, betas=(0.9, 0.999999))}
+"""a beta2 so near 1 that 1 - beta2 has few correct digits in float32"""
 LAYOUTS = ("pooled_sum", "pooled_mean", "sequence", "shared")
 
 
@@ -53,12 +55,14 @@ class Case:
     schedule: str = "serial"
     method: str = "spectral"
     """of clustering"""
+    dtype: torch.dtype = torch.float64
+    """of the tables; the dense model is float64"""
 
 
 def features_of(case: Case) -> dict[str, Feature]:
-    make = OPTIMIZERS[case.optimizer]
-    item = Table("item", 5, init=init.Normal(0.3), optimizer=make(), dtype=torch.float64)
-    tag = Table("tag", 3, init=init.Uniform(-1, 1), optimizer=make(), dtype=torch.float64, num_keys=NUM_KEYS)
+    make = (OPTIMIZERS | SLOW_DECAY)[case.optimizer]
+    item = Table("item", 5, init=init.Normal(0.3), optimizer=make(), dtype=case.dtype)
+    tag = Table("tag", 3, init=init.Uniform(-1, 1), optimizer=make(), dtype=case.dtype, num_keys=NUM_KEYS)
     if case.layout == "pooled_sum":
         return {"items": Pooled(item, "sum"), "tags": Pooled(tag, "sum", padding_key=-7)}
     if case.layout == "pooled_mean":
@@ -95,7 +99,7 @@ class SmallModel(nn.Module):
         self.second = nn.Parameter(torch.randn(6, generator=generator, dtype=torch.float64))
 
     def dense(self, parts: list[Tensor], label: Tensor) -> Tensor:
-        logit = torch.tanh(torch.cat(parts, dim=1) @ self.first) @ self.second
+        logit = torch.tanh(torch.cat(parts, dim=1).double() @ self.first) @ self.second
         return F.binary_cross_entropy_with_logits(logit, label, reduction="sum")
 
     def forward(self, embeddings, inputs) -> Tensor:

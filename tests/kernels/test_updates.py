@@ -1,6 +1,6 @@
 """Row optimizers against their formulas in numpy, element by element and in the same order, to the bit.
 
-Fails, for example, if adam takes the second moment from the first one's columns, if it takes beta1 off 1 before it is
+Fails, for example, if adam takes the second moment from the first one's columns, if it takes beta1 off 1 after it is
 rounded to the rows' dtype, or if LANES is 512 in the kernel.
 """
 
@@ -48,8 +48,8 @@ def formula(name: str, records: np.ndarray, g: np.ndarray) -> np.ndarray:
     if name == "sgd":
         new[:, :dim] = rows - lr * g
     elif name == "adam":
-        first = beta1 * state[:, :dim] + (number(1) - beta1) * g
-        second = beta2 * state[:, dim:] + (number(1) - beta2) * (g * g)
+        first = beta1 * state[:, :dim] + number(1 - BETA1) * g
+        second = beta2 * state[:, dim:] + number(1 - BETA2) * (g * g)
         new[:, dim:] = np.concatenate([first, second], axis=1)
         new[:, :dim] = rows - lr * first / (np.sqrt(second) + eps)
     else:
@@ -120,6 +120,41 @@ def test_masked_step_changes_nothing(name: str, dtype: torch.dtype, device: torc
         update(name, applied, g.to(device), torch.tensor([0], dtype=dtype, device=device))
         assert same_bits(masked, records)
         close(applied, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
+def test_zero_divisor_changes_no_row(name: str, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
+    """With eps = 0 and no state: gradients of zero, and gradients whose squares are zero in the dtype.
+
+    Fails if `divisor` of the kernels, or `_divisor` of the reference, returns the total as it is.
+    """
+    rows, g = torch.randn(4, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
+    g[1], g[2, 3], g[3] = torch.finfo(dtype).tiny, 1.5, 2.0
+    records = torch.cat([rows, torch.zeros(4, STATE_WIDTH[name](8), dtype=dtype)], dim=1)
+    monkeypatch.setitem(NUMBERS, name, (*NUMBERS[name][:-1], 0.0))
+    for with_triton in (True, False):
+        if not with_triton:
+            monkeypatch.setattr("nestpipe.kernels.updates.runs_triton", lambda *arrays: False)
+        there = records.clone().to(device)
+        update(name, there, g.to(device))
+        is_changed = (there[:, :8].cpu() != rows).tolist()
+        assert torch.isfinite(there).all()
+        assert is_changed == [[False] * 8, [False] * 8, [column == 3 for column in range(8)], [True] * 8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_same_bits_as_the_native_library(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Fails if one of them, alone, takes 1 - beta in the rows' dtype."""
+    records, g = drawn(name, 50, 33, dtype)
+    there = records.to(device)
+    optimizer = nestpipe.rows.Adagrad(LR, eps=EPS) if name == "adagrad" else nestpipe.rows.Adam(LR, (BETA1, BETA2), EPS)
+    masked = torch.tensor(False, device=device)
+    for step in (1, 2, 3):
+        optimizer.apply(records[:, :33], records[:, 33:], g, step)
+        optimizer.apply(there[:, :33], there[:, 33:], g.to(device), step, masked)
+    assert same_bits(there, records)
 
 
 @pytest.mark.parametrize("name", STATE_WIDTH)

@@ -1,6 +1,5 @@
 """DuckDB, which parses, groups and sorts: in so much memory, and on disk beyond it."""
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -9,6 +8,8 @@ from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
+
+from nestpipe.store.cores import usable_cores
 
 MEMORY_BYTES = 700_000_000
 """of the engine; the whole process has a few hundred MB more"""
@@ -22,7 +23,7 @@ Report = Callable[[float], None]
 
 
 def num_threads() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(MOST_THREADS, usable_cores())
 
 
 class EngineError(Exception):

@@ -1,0 +1,83 @@
+"""A table that outgrows what a table can have on one rank: found before the dense step, on all ranks.
+
+Fails if room_error passes over tables without max_rows: the native store then refuses, after the dense step.
+"""
+
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from nestpipe import World
+from nestpipe.embedding import buffer as of_product
+from nestpipe.embedding.buffer import Buffer, room_error
+from nestpipe.embedding.table import Table
+from nestpipe.store import HostStore
+from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.schedules import OUTER
+
+LIMIT = 20
+
+
+def run_into_the_limit(world: World, schedule: str) -> tuple[str, str, float, bool, int]:
+    """On the last rank alone a table can have no more than LIMIT rows."""
+    case = Case("adagrad", "pooled_sum", 2, steps=6, schedule=schedule)
+    batches = share_of(global_batches(case.steps), world)
+    trainer, expected = make_trainer(world, case), make_trainer(world, case)
+    limit = LIMIT if world.rank == world.size - 1 else of_product.MOST_ROWS
+    started = time.perf_counter()
+    raised: Exception = AssertionError("nothing was raised")
+    with patch.object(of_product, "MOST_ROWS", limit):
+        try:
+            trainer.fit(batches)
+        except Exception as error:
+            raised = error
+    seconds = time.perf_counter() - started
+    expected.fit(batches[: trainer.num_steps])
+    return type(raised).__name__, str(raised), seconds, trainer.digest() == expected.digest(), trainer.num_steps
+
+
+@pytest.mark.parametrize("schedule", OUTER)
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_step_is_applied_in_part(schedule: str, size: int) -> None:
+    """The digest has the dense parameters and the dense optimizer's state in it."""
+    for rank, (name, message, seconds, unchanged, num_steps) in enumerate(on_ranks(size, run_into_the_limit, schedule)):
+        assert name == ("ValueError" if rank == size - 1 else "RankError")
+        assert f"rows on this rank, more than the {LIMIT} that a table can have on one rank" in message
+        assert "nothing of this step was applied. Use more ranks" in message
+        assert seconds < 20
+        assert unchanged
+        assert num_steps < 6
+
+
+def buffer_of(table: Table, keys: Tensor) -> Buffer:
+    return Buffer(table, keys, torch.zeros(len(keys), table.dim), table.dim, torch.ones(len(keys), dtype=torch.bool))
+
+
+@pytest.mark.parametrize("max_rows", [None, 100])
+def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store with 50 rows: keys of the batch, and of the batch before it, which is not written back yet.
+
+    Fails if room_error does not count the batch before, or counts a key that has a row, or one that is in both batches.
+    """
+    monkeypatch.setattr(of_product, "MOST_ROWS", 100)
+    table, store = Table("item", 2, max_rows=max_rows), HostStore()
+    store.create_table(table.spec(seed=0))
+    store.scatter("item", torch.arange(50), torch.zeros(50, 2), 0)
+    looked_up: list[int] = []
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda name, keys: looked_up.append(len(keys)) or find(name, keys))
+
+    def error_of(here: Tensor, before: Tensor) -> str:
+        return str(room_error([buffer_of(table, here)], [buffer_of(table, before)], store))
+
+    assert error_of(torch.arange(50, 75), torch.arange(75, 100)) == "None"
+    assert looked_up == []
+    assert error_of(torch.arange(100), torch.arange(60, 100)) == "None"
+    assert "would have 101 rows" in error_of(torch.arange(101), torch.arange(60, 100))
+    assert "would have 101 rows" in error_of(torch.arange(50, 75), torch.arange(75, 101))
+    assert looked_up == [100, 101, 51]
+    frozen = Table("item", 2, max_rows=max_rows, frozen=True)
+    assert room_error([buffer_of(frozen, torch.arange(200))], [], store) is None
