@@ -159,7 +159,8 @@ class Trainer:
         result = result if result is not None else FitResult()
         source = self._source_of(iter(batches))
         if self.check_split:
-            check = SplitCheck(self.model, self.features, self.store, self._num_micro_batches, self._clustering)
+            split = self._num_micro_batches, self._clustering
+            check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             check.first_batch(source, steps)
         num_before, num_skipped = self.num_steps, self.num_skipped
         self._pipeline = pipeline = Pipeline(
