@@ -145,6 +145,7 @@ class Pipeline:
             error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
+        self.stages.open()
         while True:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_batch(self._number)
@@ -232,8 +233,11 @@ class Pipeline:
                 self.executor.drain()
         finally:
             self.is_torn = self.stages.is_torn()
-            if not self.is_torn:
-                self.stages.flush()
+            try:
+                if not self.is_torn:
+                    self.stages.flush()
+            finally:
+                self.stages.close()
             self._hear()
             self.executor.close()
             self.untrained = self.stages.untrained()

@@ -154,6 +154,7 @@ class Trainer:
         `after_step` sees the result so far, on the ranks that give it. Callbacks must be the same on all ranks; they
         may evaluate and save. A result of an earlier call may be given to be added to.
         """
+        self._refuse_within_fit("fit")
         self._check_usable()
         self._check_same_start()
         result = result if result is not None else FitResult()
@@ -224,7 +225,10 @@ class Trainer:
     def _refuse_within_fit(self, what: str) -> None:
         """Rows that are under way would hide the new ones, and overwrite them."""
         if self._pipeline is not None:
-            raise RuntimeError(f"{what} was called within fit; call it between two calls of fit")
+            raise RuntimeError(
+                f"{what} was called within fit; call it between two calls of fit. A callback that returns True ends "
+                "the call it is in"
+            )
 
     def _check_usable(self) -> None:
         if self._is_torn:
