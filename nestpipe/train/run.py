@@ -64,7 +64,13 @@ def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
     return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
 
 
-def run(config: Config, world: World, after_step: AfterStep | None = None, trace_path: Path | None = None) -> Summary:
+def run(
+    config: Config,
+    world: World,
+    after_step: AfterStep | None = None,
+    trace_path: Path | None = None,
+    traced_steps: range | None = None,
+) -> Summary:
     """All ranks call it, and get the same summary. The config must be resolved."""
     this_run = _start(config, world)
     validation = _validation(config, this_run)
@@ -73,10 +79,10 @@ def run(config: Config, world: World, after_step: AfterStep | None = None, trace
         trainer.load(config.checkpoint.load)
         _go_on(this_run, Path(config.checkpoint.load))
     trainer.data_state = _state_after(trainer, this_run.batches)
-    result = FitResult(spans=[] if trace_path is not None else None)
+    result = FitResult(spans=[] if trace_path is not None else None, traced_steps=traced_steps)
     _train(config, this_run, after_step, result, validation)
     if trace_path is not None and result.spans is not None:
-        write_trace(result.spans, world, trace_path)
+        write_trace(result.spans, world, trace_path, result.traced_steps)
     times = summarise(result.times, world)
     summary: Summary = {
         "schedule": config.pipeline.schedule,

@@ -61,6 +61,7 @@ class Dropout(SmallModel):
 def trainer_of(world: World, model_class: type[SmallModel], check_split: bool = True, case: Case = CASE):
     trainer = make_trainer(world, case)
     trainer.model = model_class({name: feature.table.dim for name, feature in trainer.features.items()})
+    trainer._forward = trainer.model
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
     trainer.reducer = DenseReducer(trainer.model, world)
     trainer.check_split = check_split
