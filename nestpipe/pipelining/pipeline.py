@@ -223,6 +223,7 @@ class Pipeline:
         if self.memory is not None:
             self.memory.end()
         if self.world.watch.failure is not None:
+            self.stages.close()  # so that the next run names the lost ranks, not this one
             return
         try:
             if gives_up:
