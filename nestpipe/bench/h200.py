@@ -1,8 +1,8 @@
-"""`bench h200`: an accelerator beside a host whose memory holds the tables. Three parts, each of minutes."""
+"""`bench h200`: an accelerator beside a host whose memory holds the tables. Four parts, each of minutes."""
 
 from collections.abc import Callable, Iterator
 
-from nestpipe.bench import h200_four_ranks, h200_one_rank, h200_stages
+from nestpipe.bench import h200_four_ranks, h200_models, h200_one_rank, h200_stages
 from nestpipe.bench.report import Record
 from nestpipe.device.streams import default_device
 from nestpipe.distributed import World
@@ -19,6 +19,7 @@ def _alone(measure: Callable[[World, bool], Iterator[Record]]) -> Part:
 PARTS: dict[str, Part] = {
     "one-rank": _alone(h200_one_rank.records),
     "four-ranks": h200_four_ranks.records,
+    "models": _alone(h200_models.records),
     "stages": _alone(h200_stages.records),
 }
 

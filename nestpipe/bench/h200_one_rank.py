@@ -6,9 +6,9 @@ on rows that are on the device already, one with the same micro-batches and one 
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -143,12 +143,13 @@ class DenseOnly:
         self.leaves = [[rows[: len(leaf)].clone() for leaf in r.tables[0].leaves] for r in self.requests]
 
     def step_ms(self, steps: int) -> list[float]:
-        moments = [self._moment()]
-        for step in range(steps):
-            self._step(self.requests[step % 2], self.leaves[step % 2])
-            moments.append(self._moment())
-        moments[-1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
+        number = count()
+
+        def step() -> None:
+            which = next(number) % 2
+            self._step(self.requests[which], self.leaves[which])
+
+        return device_step_ms(step, steps, self.device)
 
     def _step(self, request: Request, leaves: list[Tensor]) -> None:
         self.model.zero_grad()
@@ -160,10 +161,16 @@ class DenseOnly:
             loss.backward()
         self.optimizer.step()
 
-    def _moment(self) -> torch.Event:
-        moment = torch.Event(self.device, enable_timing=True)
-        moment.record(torch.accelerator.current_stream(self.device))
-        return moment
+
+def device_step_ms(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
+    """How long the device takes for each of these steps, one after another."""
+    moments = [torch.Event(device, enable_timing=True) for _ in range(steps + 1)]
+    moments[0].record(torch.accelerator.current_stream(device))
+    for moment in moments[1:]:
+        step()
+        moment.record(torch.accelerator.current_stream(device))
+    moments[-1].synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
 
 def _compared(

@@ -93,7 +93,7 @@ class Loop:
         self.model = Tower(size.hidden)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
         self.reducer = DenseReducer(self.model, World())
-        self.trace = Trace(spans=spans)
+        self.trace = Trace([], spans)  # a list of all steps: a StepLog keeps the last ones only
         self.pipeline = Pipeline(
             features,
             itertools.cycle(batches),

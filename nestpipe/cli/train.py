@@ -21,6 +21,7 @@ from nestpipe.train.config_text import describe, load_config
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.resume import with_saved_machine_keys
 from nestpipe.train.run import Summary, run
+from nestpipe.train.trace_file import parse_steps
 
 
 def train(
@@ -37,6 +38,10 @@ def train(
         bool,
         typer.Option("--fresh", help="Begin a new run; what is in checkpoint.dir is kept as DIR.1, DIR.2, ..."),
     ] = False,
+    trace_steps: Annotated[
+        str | None,
+        typer.Option("--trace-steps", metavar="A:B", help="Trace steps A to B - 1; without it, the first 1,000."),
+    ] = None,
     list_keys: Annotated[bool, typer.Option("--list-keys", help="Print every key of a recipe, and stop.")] = False,
 ) -> None:
     """Train a model. `torchrun ... -m nestpipe train ...` works too, instead of --ranks.
@@ -51,11 +56,12 @@ def train(
         config = with_saved_machine_keys(load_config(recipe, settings or ()), fresh)
         check_writable("--json", path)
         check_writable("--trace", trace)
+        steps = _traced_steps(trace, trace_steps)
     except (ConfigError, CheckpointError) as error:
         raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace, fresh))
+    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace, steps, fresh))
     if summary is None:
         return
     show_summary(summary, console)
@@ -63,11 +69,24 @@ def train(
         path.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _run(config: Config, world: World, console: Console, trace: Path | None, fresh: bool) -> Summary:
+def _run(
+    config: Config, world: World, console: Console, trace: Path | None, steps: range | None, fresh: bool
+) -> Summary:
     if world.rank > 0:
-        return run(config, world, None, trace, fresh)
+        return run(config, world, None, trace, steps, fresh)
     with show_progress(config.train.steps, config.logging.every, console) as after_step:
-        return run(config, world, after_step, trace, fresh)
+        return run(config, world, after_step, trace, steps, fresh)
+
+
+def _traced_steps(trace: Path | None, text: str | None) -> range | None:
+    if text is None:
+        return None
+    if trace is None:
+        raise ConfigError("--trace-steps says what to trace, but --trace, the file to write it to, is missing")
+    try:
+        return parse_steps(text)
+    except ValueError as error:
+        raise ConfigError(f"--trace-steps: {error}") from None
 
 
 def _keys() -> Table:

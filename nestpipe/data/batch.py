@@ -1,7 +1,8 @@
 """A batch: the keys of its features, its other inputs, its weight; checked when it is made."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +10,14 @@ from torch import Tensor
 
 Weight = float | Mapping[str, float]
 """What a sum of losses is divided by: a number, or one for each named loss."""
+
+
+NUMPY_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
+    torch.float16,
+    torch.float32,
+    torch.float64,
+}
+"""those that numpy has, too"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class Jagged:
             parts.append(Jagged(self.values[begin:end], offsets - begin, weights))
             first += size
         return parts
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Jagged":
+        """The same of other tensors."""
+        weights = None if self.weights is None else function(self.weights)
+        return replace(self, values=function(self.values), offsets=function(self.offsets), weights=weights)
 
     def check(self, name: str) -> None:
         for what, array in (("values", self.values), ("offsets", self.offsets)):
@@ -116,12 +130,36 @@ class Batch:
             {name: values[samples] for name, values in self.inputs.items()},
         )
 
+    def clone(self) -> "Batch":
+        """Returns the same batch in memory of its own. Tensors that occur twice in it are copied once."""
+        copies: dict[int, Tensor] = {}
+
+        def cloned(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = _cloned(tensor.detach())
+            return copies[id(tensor)]
+
+        batch = copy(self)  # not a new Batch: it would be checked again
+        keys = {name: jagged.map(cloned) for name, jagged in self.keys.items()}
+        inputs = {name: cloned(v) if isinstance(v, Tensor) else v for name, v in self.inputs.items()}
+        weight = dict(self.weight) if isinstance(self.weight, Mapping) else self.weight
+        for name, value in (("keys", keys), ("inputs", inputs), ("weight", weight)):
+            object.__setattr__(batch, name, value)
+        return batch
+
     @property
     def weights(self) -> dict[str, float]:
         """By name of the loss; a model that returns one unnamed sum has the name ''."""
         if self.weight is None:
             return {"": float(len(self))}
         return dict(self.weight) if isinstance(self.weight, Mapping) else {"": float(self.weight)}
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """Returns a copy, made by this thread alone: torch's threads would wait for the cores that train meanwhile."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.dtype not in NUMPY_DTYPES:
+        return tensor.clone()
+    return torch.from_numpy(tensor.resolve_neg().numpy().copy())
 
 
 def _describe(value: Any) -> str:

@@ -133,6 +133,9 @@ DREW_FROM_DEFAULT = (
 class BatchSource(Iterator[Batch]):
     """An iterator of batches to which batches can be given back, to be handed out again before the others.
 
+    It copies what it reads: a reader may fill the same tensors again for its next batch, while this one is still under
+    way. Whether it did could not be seen from outside, because writes through numpy leave no sign in a tensor.
+
     If the data has a method `state()`, the source also knows the state after the last batch that was trained, however
     many have been pulled since. It calls `state()` after each batch, in the thread that pulls.
     """
@@ -221,7 +224,8 @@ class BatchReader(Iterator[Batch]):
 
 def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:
     try:
-        return next(batches)
+        batch = next(batches)
+        return batch.clone() if isinstance(batch, Batch) else batch
     except StopIteration:
         raise
     except Exception as error:  # of the reader: raised where it is its turn

@@ -22,7 +22,7 @@ from nestpipe.device.transfer import host_empty, upload
 from nestpipe.embedding.route import OwnedTable, Route
 from nestpipe.embedding.rows import copy_rows
 from nestpipe.embedding.table import Table
-from nestpipe.store import HostStore, unique
+from nestpipe.store import HostStore, Writer, unique
 from nestpipe.store.interface import MOST_ROWS
 
 STRETCH_BYTES = 64 << 20
@@ -157,7 +157,7 @@ def _gather(buffer: Buffer, store: HostStore, records: Tensor, stretch: slice, s
 
 
 def _scatter(
-    buffer: Buffer, store: HostStore, records: Tensor, stretch: slice, slots: Tensor | None, step: int
+    buffer: Buffer, store: HostStore | Writer, records: Tensor, stretch: slice, slots: Tensor | None, step: int
 ) -> None:
     """The way back."""
     name, keys, records = buffer.table.name, buffer.keys, records[:, : buffer.num_columns]
@@ -220,7 +220,7 @@ def update_rows(
 
 
 def write_back(
-    buffers: Sequence[Buffer], store: HostStore, step: int, slots: Sequence[Tensor | None] | None = None
+    buffers: Sequence[Buffer], store: HostStore | Writer, step: int, slots: Sequence[Tensor | None] | None = None
 ) -> None:
     """Buffer to host store, all slots of a table or those named; a key exists from here on."""
     for buffer, chosen in zip(buffers, slots or [None] * len(buffers), strict=True):
@@ -232,7 +232,9 @@ def write_back(
             _scatter(buffer, store, buffer.records, slice(None), chosen, step)
 
 
-def _write_back_from_device(buffer: Buffer, mirror: Tensor, store: HostStore, step: int, chosen: Tensor | None) -> None:
+def _write_back_from_device(
+    buffer: Buffer, mirror: Tensor, store: HostStore | Writer, step: int, chosen: Tensor | None
+) -> None:
     on_the_way = []
     for stretch, slots in _stretches(buffer, chosen):
         mirror[stretch].copy_(buffer.records[stretch], non_blocking=True)

@@ -145,6 +145,7 @@ class Pipeline:
             error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
+        self.stages.open()
         while True:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_batch(self._number)
@@ -222,6 +223,7 @@ class Pipeline:
         if self.memory is not None:
             self.memory.end()
         if self.world.watch.failure is not None:
+            self.stages.close()  # so that the next run names the lost ranks, not this one
             return
         try:
             if gives_up:
@@ -232,8 +234,11 @@ class Pipeline:
                 self.executor.drain()
         finally:
             self.is_torn = self.stages.is_torn()
-            if not self.is_torn:
-                self.stages.flush()
+            try:
+                if not self.is_torn:
+                    self.stages.flush()
+            finally:
+                self.stages.close()
             self._hear()
             self.executor.close()
             self.untrained = self.stages.untrained()

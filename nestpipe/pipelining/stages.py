@@ -32,7 +32,7 @@ from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.embedding.window import Window, open_window
 from nestpipe.pipelining.schedule import Op
-from nestpipe.store import HostStore
+from nestpipe.store import HostStore, Writer
 
 FAULTS = ("none", "skip_overlap_sync")
 
@@ -113,6 +113,7 @@ class Stages:
         self._num_tables = len(tables_of(features))
         self._batches = batches
         self._store = store
+        self._writer: Writer | HostStore = store
         self._world = world
         self._num_micro_batches = num_micro_batches
         self._clustering = clustering
@@ -133,6 +134,16 @@ class Stages:
 
     def flight(self, number: int) -> Flight:
         return self._flights.setdefault(number, Flight(number))
+
+    def open(self) -> None:
+        """Makes this the only writer of the store, from before the first operation until `close`."""
+        if not isinstance(self._writer, Writer):
+            self._writer = self._store.open_writer()
+
+    def close(self) -> None:
+        if isinstance(self._writer, Writer):
+            self._writer.close()
+            self._writer = self._store
 
     def prefetch(self, op: Op) -> None:
         """Pulls a batch, dedups its keys, and clusters its samples into micro-batches. What goes wrong travels in the
@@ -258,7 +269,7 @@ class Stages:
             return
         stays = following.overlap if following.has_unwritten else None
         slots = None if stays is None else leaving(flight.buffers, stays)
-        write_back(flight.buffers, self._store, flight.step, slots)
+        write_back(flight.buffers, self._writer, flight.step, slots)
 
     def _hear(self, flight: Flight) -> None:
         """What the device has found out about a step. Waits for it."""
@@ -272,7 +283,7 @@ class Stages:
     def _write_back_inherited(self, flight: Flight) -> None:
         if flight.has_unwritten and flight.overlap is not None:
             step = self.flight(flight.number - 1).step
-            write_back(flight.buffers, self._store, step, [shared.here for shared in flight.overlap])
+            write_back(flight.buffers, self._writer, step, [shared.here for shared in flight.overlap])
             flight.has_unwritten = False
 
     def flush(self) -> None:

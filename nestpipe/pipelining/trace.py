@@ -1,14 +1,20 @@
 """Where the time goes: spans of named stages on every lane, and what no span of the compute lane covers.
 
-On an accelerator the compute lane's time is its stream's: each change of stage is a moment of the stream, and how long
-a stage took is known when the device has got there.
+On a CPU times are those of the host's clock, around the work.
+
+On an accelerator times are those of streams: each change of stage is an event in the lane's stream, and how long a
+stage took is known when the device has got there. A span of the compute lane lasts from when its stream reaches the
+first kernel of the stage until it has done the last one, whenever the host enqueued them. So does a span of another
+lane; what its thread does on the host meanwhile is part of it. One event at the beginning, whose time both clocks know,
+brings the times of events to the host's clock: in a trace that lasts for minutes, spans may be off by the drift of the
+two clocks, some microseconds for each second. BUSY alone is measured by the host's clock.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
 
@@ -16,56 +22,11 @@ import torch
 
 from nestpipe.device.streams import has_streams
 from nestpipe.pipelining.schedule import COMPUTE, Op
+from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes
 
-STAGES = {
-    "prefetch": "exposed_input_ms",
-    "upload": "exposed_lookup_ms",
-    "route": "exposed_lookup_ms",
-    "retrieve": "exposed_lookup_ms",
-    "overlap_sync": "exposed_lookup_ms",
-    "write_back": "exposed_lookup_ms",
-    "begin": "exposed_exchange_ms",
-    "bring": "exposed_exchange_ms",
-    "take": "exposed_exchange_ms",
-    "dense": "dense_ms",
-    "reduce": "exposed_reduce_ms",
-    "update": "row_update_ms",
-    "other": "other_ms",
-    "": "unattributed_ms",
-}
-"""Stage -> the field of the summary that its time on the compute lane counts in."""
+__all__ = ["BUSY", "BYTE_FIELDS", "STAGES", "Span", "StepTimes", "Trace"]
 
-BUSY = {
-    "busy_input_ms": ("prefetch",),
-    "busy_host_ms": ("retrieve", "write_back"),
-    "busy_exchange_ms": ("bring", "take"),
-}
-"""The time in which at least one of these stages is worked at, on whichever lane."""
 _BUSY_FIELD = {stage: name for name, stages in BUSY.items() for stage in stages}
-
-BYTE_FIELDS = (
-    "exchanged_row_bytes_per_step",
-    "exchanged_gradient_bytes_per_step",
-    "exchanged_key_bytes_per_step",
-    "retrieved_bytes_per_step",
-    "written_back_bytes_per_step",
-)
-
-
-@dataclass
-class StepTimes:
-    """One step of this rank: from asking for its batch to asking for the next one."""
-
-    number: int
-    num_samples: int = 0
-    """of the global batch"""
-    step_ms: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    """milliseconds of each stage on the compute lane, waiting included; they add up to step_ms"""
-    busy: dict[str, float] = field(default_factory=dict)
-    """BUSY: milliseconds that other lanes worked meanwhile; what the compute lane does itself has none"""
-    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BYTE_FIELDS, 0))
-    """BYTE_FIELDS; exchanged bytes are those to other ranks"""
 
 
 class _Busy:
@@ -100,6 +61,51 @@ class Span:
     end_ns: int
 
 
+@dataclass(frozen=True)
+class _StreamSpan:
+    """A span whose times only the device knows yet."""
+
+    lane: str
+    stage: str
+    batch: int
+    micro_batch: int
+    begin: torch.Event
+    end: torch.Event
+
+
+class _StreamClock:
+    """Turns events of a device's streams into times of the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Waits for the calling thread's stream: an event in an idle stream happens when the host records it."""
+        torch.accelerator.current_stream(device).synchronize()
+        tries = []
+        for _ in range(NUM_TRIES):
+            before = time.perf_counter_ns()
+            event = _record(device)
+            event.synchronize()
+            after = time.perf_counter_ns()
+            tries.append((after - before, (before + after) // 2, event))
+        _, self._zero_ns, self._zero = min(tries, key=lambda tried: tried[0])
+
+    def span(self, span: _StreamSpan) -> Span:
+        begin_ns = self._zero_ns + round(self._zero.elapsed_time(span.begin) * 1e6)
+        # Not from zero, too: torch gives times in single precision, which gets coarse.
+        end_ns = begin_ns + round(span.begin.elapsed_time(span.end) * 1e6)
+        return Span(span.lane, span.stage, span.batch, span.micro_batch, begin_ns, end_ns)
+
+
+NUM_TRIES = 5
+"""the first event of a process takes longer than later ones"""
+
+
+def _record(device: torch.device) -> torch.Event:
+    """An event after all that this thread's stream has been given so far."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 class Trace:
     """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
 
@@ -109,11 +115,14 @@ class Trace:
         spans: list[Span] | None = None,
         first_batch: int = 0,
         device: torch.device | None = None,
+        traced_batches: range | None = None,
     ) -> None:
-        self.steps = steps if steps is not None else []
+        """traced_batches: those whose spans are kept; None keeps all, which takes memory without end."""
+        self.steps = steps if steps is not None else StepLog()
         """those that were applied"""
         self.spans = spans
         """of all lanes, if a list was given to put them in"""
+        self._traced_batches = traced_batches
         self.current = StepTimes(-1)
         """the step under way, or the time between two runs"""
         self._first_batch = first_batch
@@ -122,8 +131,12 @@ class Trace:
         self._since = time.perf_counter_ns()
         self._device = device if device is not None and has_streams(device) else None
         self._moments: list[tuple[str, torch.Event]] = []
-        """of the step under way, on a device: the end of each stage"""
+        """of the step under way, on a device: the end of each stage, after the end of what was before the step"""
         self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()
+        self._stream_spans: deque[_StreamSpan] = deque()
+        """on a device: those of which it is not known yet when they were; lanes add to them"""
+        is_traced = self._device is not None and spans is not None
+        self._clock = _StreamClock(self._device) if is_traced and self._device is not None else None
         self._busy: dict[str, _Busy] = {name: _Busy() for name in BUSY}
         self._busy_before = dict.fromkeys(BUSY, 0)
 
@@ -156,6 +169,12 @@ class Trace:
             for (_, begin), (stage, end) in pairwise(moments):
                 step.stages[stage] += begin.elapsed_time(end)
             step.step_ms = sum(step.stages.values())
+        while self._stream_spans and (waits or self._stream_spans[0].end.query()):
+            span = self._stream_spans.popleft()
+            span.end.synchronize()
+            assert self.spans is not None
+            assert self._clock is not None
+            self.spans.append(self._clock.span(span))
 
     @contextmanager
     def span(self, stage: str, micro_batch: int = -1) -> Iterator[None]:
@@ -178,6 +197,8 @@ class Trace:
     def lane_span(self, op: Op) -> Iterator[None]:
         """On another lane, in its thread."""
         busy = self._busy.get(_BUSY_FIELD.get(op.stage, ""))
+        batch = self._first_batch + op.batch
+        event = _record(self._device) if self._device is not None and self._is_traced(batch) else None
         begin = time.perf_counter_ns()
         if busy is not None:
             busy.begin(begin)
@@ -187,23 +208,38 @@ class Trace:
             end = time.perf_counter_ns()
             if busy is not None:
                 busy.end(end)
-            if self.spans is not None:
-                batch = self._first_batch + op.batch
+            if event is not None and self._device is not None:
+                self._stream_spans.append(
+                    _StreamSpan(op.lane, op.stage, batch, op.micro_batch, event, _record(self._device))
+                )
+            elif self.spans is not None and self._is_traced(batch):
                 self.spans.append(Span(op.lane, op.stage, batch, op.micro_batch, begin, end))
 
     def add_bytes(self, name: str, num_bytes: int) -> None:
         self.current.sizes[name] += num_bytes
 
+    def _is_traced(self, batch: int) -> bool:
+        return self.spans is not None and (self._traced_batches is None or batch in self._traced_batches)
+
     def _switch(self, stage: str, micro_batch: int) -> tuple[str, int]:
         now = time.perf_counter_ns()
         if self._device is None:
-            self.current.stages[self._stage] += (now - self._since) / 1e6
+            self._end_on_host(now)
         else:
-            moment = torch.Event(self._device, enable_timing=True)
-            moment.record(torch.accelerator.current_stream(self._device))
-            self._moments.append((self._stage, moment))
-        if self.spans is not None and self._stage:
-            self.spans.append(Span(COMPUTE, self._stage, self._batch, self._micro_batch, self._since, now))
+            self._end_on_device(self._device)
         outer = self._stage, self._micro_batch
         self._stage, self._micro_batch, self._since = stage, micro_batch, now
         return outer
+
+    def _end_on_host(self, now: int) -> None:
+        """Ends the stage that the compute lane is in."""
+        self.current.stages[self._stage] += (now - self._since) / 1e6
+        if self.spans is not None and self._stage and self._is_traced(self._batch):
+            self.spans.append(Span(COMPUTE, self._stage, self._batch, self._micro_batch, self._since, now))
+
+    def _end_on_device(self, device: torch.device) -> None:
+        moment = _record(device)
+        if self._stage and self._is_traced(self._batch):  # a stage has begun, so there is a moment before this one
+            begin = self._moments[-1][1]
+            self._stream_spans.append(_StreamSpan(COMPUTE, self._stage, self._batch, self._micro_batch, begin, moment))
+        self._moments.append((self._stage, moment))

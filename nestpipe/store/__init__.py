@@ -6,6 +6,7 @@ from nestpipe.store.host_store import HostStore
 from nestpipe.store.interface import NUM_BUCKETS, Gathered, MemoryReport, Piece, Store, TableFullError, TableSpec
 from nestpipe.store.key_ops import group_by_owner, group_by_row, hash_keys, unique
 from nestpipe.store.record_ops import copy_records
+from nestpipe.store.writer import Writer
 
 __all__ = [
     "NUM_BUCKETS",
@@ -17,6 +18,7 @@ __all__ = [
     "Store",
     "TableFullError",
     "TableSpec",
+    "Writer",
     "cluster",
     "copy_records",
     "group_by_owner",

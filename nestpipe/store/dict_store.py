@@ -9,6 +9,7 @@ from torch import Tensor
 from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableFullError, TableSpec
 from nestpipe.store.oracle_values import bucket_of, hash_key, initial_record, owner_of
+from nestpipe.store.writer import WriteAccess, Writer
 
 
 @dataclass
@@ -23,6 +24,7 @@ class DictStore:
 
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
+        self._access = WriteAccess()
 
     def create_table(self, spec: TableSpec) -> None:
         if spec.name in self._tables:
@@ -51,6 +53,10 @@ class DictStore:
         return Gathered(out, self.find(table, keys), steps if with_steps else None)
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        self._access.check("scatter")
+        self._scatter(table, keys, records, step)
+
+    def _scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
         check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
@@ -66,10 +72,17 @@ class DictStore:
         out[_places(places, num_keys, len(out))] = self.gather(table, keys).records
         return found.copy_(self.find(table, keys))
 
+    def open_writer(self) -> Writer:
+        return self._access.open(self._scatter_from)
+
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
+        self._access.check("scatter_from")
+        self._scatter_from(table, keys, records, places, step)
+
+    def _scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         num_keys = check.check_keys(keys)
         check.check_records_at(self.spec(table), records, "records", places, num_keys)
-        self.scatter(table, keys, records[_places(places, num_keys, len(records))], step)
+        self._scatter(table, keys, records[_places(places, num_keys, len(records))], step)
 
     def find(self, table: str, keys: Tensor) -> Tensor:
         check.check_keys(keys)
@@ -77,6 +90,7 @@ class DictStore:
         return torch.tensor([key in rows for key in keys.tolist()], dtype=torch.bool)
 
     def erase(self, table: str, keys: Tensor) -> int:
+        self._access.check("erase")
         check.check_keys(keys)
         rows = self._table(table).rows
         return sum(rows.pop(key, None) is not None for key in keys.tolist())
@@ -95,6 +109,7 @@ class DictStore:
         )
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
+        self._access.check("import_piece")
         check.check_buckets(first_bucket, end_bucket)
         check.check_piece(self.spec(table), piece)
         for key, step in zip(piece.keys.tolist(), piece.steps.tolist(), strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
 from nestpipe.store.native import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
+from nestpipe.store.writer import WriteAccess, Writer
 
 
 class HostStore:
@@ -26,6 +27,7 @@ class HostStore:
         finalizer = weakref.finalize(self, call, "store_destroy", self._store)
         finalizer.atexit = False  # at exit a daemon thread may still be in a call; the process's end frees all
         self._tables: dict[str, tuple[int, TableSpec]] = {}
+        self._access = WriteAccess()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a HostStore cannot be copied or pickled; export its tables, and import them into another one")
@@ -105,7 +107,14 @@ class HostStore:
         )
         return found
 
+    def open_writer(self) -> Writer:
+        return self._access.open(self._scatter_from)
+
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
+        self._access.check("scatter_from")
+        self._scatter_from(table, keys, records, places, step)
+
+    def _scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
         stride = check.check_records_at(spec, records, "records", places, num_keys)
@@ -124,6 +133,7 @@ class HostStore:
         )
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        self._access.check("scatter")
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
         check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
@@ -146,6 +156,7 @@ class HostStore:
         return found
 
     def erase(self, table: str, keys: Tensor) -> int:
+        self._access.check("erase")
         num_erased = c_int64()
         num_keys = check.check_keys(keys)
         call("erase", *self._handle(table), pointer(keys), num_keys, byref(num_erased))
@@ -185,6 +196,7 @@ class HostStore:
         return Piece(keys[written], records[written], steps[written])
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
+        self._access.check("import_piece")
         check.check_buckets(first_bucket, end_bucket)
         num_rows = check.check_piece(self.spec(table), piece)
         call(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.store.init import Constant, Distribution, Normal, TruncatedNormal, Uniform
+from nestpipe.store.writer import Writer
 
 NUM_BUCKETS = 65536
 MOST_ROWS = 2**32 - 2
@@ -143,6 +144,9 @@ class Store(Protocol):
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         """Writes rows `places` of `records`, one for each key; None: all, in order. They may be further apart than they
         are long."""
+
+    def open_writer(self) -> Writer:
+        """For an open pipeline: until its writer is closed, scatter, scatter_from, erase and import_piece raise."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 

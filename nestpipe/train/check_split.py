@@ -1,6 +1,7 @@
 """Whether a model may be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -14,6 +15,7 @@ from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed import World
 from nestpipe.embedding.table import Feature
 from nestpipe.store import HostStore
+from nestpipe.train.fixed_noise import FixedNoise, fixed_noise, seed_alike
 from nestpipe.train.loss import loss_sums
 from nestpipe.train.read import read_batch
 
@@ -22,9 +24,21 @@ MOST_SMALL_BATCHES = 16
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
+MIXES = (
+    "the loss of a batch depends on how the batch is cut. Likely: {causes}. In one micro-batch it is trained as it is: "
+    "each rank sees the samples of its own batch only, and buffers such as running statistics stay each rank's own, so "
+    "results depend on the batch size per rank and on the number of ranks. In several micro-batches it is refused"
+)
+"""The warning for one micro-batch. It has no figures, so that Python shows it once for several calls of fit."""
+
 
 class SplitCheck:
-    """Compares the loss sums of a batch and of its parts: its halves, and the micro-batches it would be trained in."""
+    """Compares the loss sums of a batch and of its parts: its halves, and the micro-batches it would be trained in.
+
+    A model that mixes samples is refused if it would be trained in several micro-batches. With one, a batch is never
+    cut, so the model trains as it would in plain torch, after a warning. A mean instead of a sum is refused always: its
+    gradient would be divided by the number of samples twice.
+    """
 
     def __init__(
         self,
@@ -33,11 +47,15 @@ class SplitCheck:
         store: HostStore,
         num_micro_batches: int = 1,
         clustering: Clustering = GIVEN_ORDER,
+        warns: bool = True,
     ) -> None:
+        """warns: whether this rank is the one that shows the warning."""
         self._model = model
         self._features = features
         self._store = store
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._is_cut = num_micro_batches > 1
+        self._warns = warns
         self._splits = {"in two": (2, GIVEN_ORDER)}
         if num_micro_batches > 1:
             name = f"into {num_micro_batches} micro-batches, cluster.method = {clustering.method!r}"
@@ -67,35 +85,45 @@ class SplitCheck:
 
     def check(self, batch: Batch) -> None:
         """Leaves the model, its buffers and the generators alone."""
-        with _undisturbed(self._model), torch.no_grad():
-            whole = self._sums(batch, 1, GIVEN_ORDER)
-            parts = {name: self._sums(batch, *split) for name, split in self._splits.items()}
+        with _undisturbed(self._model), torch.no_grad(), fixed_noise(self._device) as noise:
+            whole = self._sums(batch, 1, GIVEN_ORDER, noise)
+            parts = {name: self._sums(batch, *split, noise) for name, split in self._splits.items()}
         tolerance = max(TOLERANCE[feature.table.dtype] for feature in self._features.values())
         for loss, expected in whole.items():
             for split, sums in parts.items():
                 close = abs(expected - sums[loss]) <= tolerance * max(abs(expected), abs(sums[loss]), 1e-6)
                 if math.isfinite(expected) and not close:  # what is not finite is another fault, which the step names
-                    raise ValueError(_refusal(self._model, loss, split, expected, sums[loss]))
+                    self._object(loss, split, expected, sums[loss], noise)
 
-    def _sums(self, batch: Batch, num_parts: int, clustering: Clustering) -> dict[str, float]:
+    def _object(self, loss: str, split: str, whole: float, parts: float, noise: FixedNoise) -> None:
+        """Refuses the model; or, if it is to be trained in one micro-batch, warns."""
+        causes = _causes(self._model, noise)
+        if self._is_cut or _is_mean(whole, parts):
+            raise ValueError(_refusal(loss, split, whole, parts, causes, self._is_cut))
+        if self._warns:
+            warnings.warn(MIXES.format(causes="; or ".join(causes)), stacklevel=5)  # at the call of fit
+
+    def _sums(self, batch: Batch, num_parts: int, clustering: Clustering, noise: FixedNoise) -> dict[str, float]:
         """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
         alone = World().evaluate
         reading = read_batch(self._features, batch, self._store, alone, num_parts, clustering, self._device)
         assert reading is not None
         totals: dict[str, float] = {}
         for part in reading:
-            for name, value in loss_sums(self._model(part.embeddings, part.inputs), batch.weights).items():
+            seed_alike(self._device)
+            with noise:
+                losses = self._model(part.embeddings, part.inputs)
+            for name, value in loss_sums(losses, batch.weights).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """As in training, but without dropout; afterwards model, buffers and the default generator are as before."""
+    """As in training, but without dropout; afterwards the model and its buffers are as before."""
     modules = list(model.modules())
     were_training = [module.training for module in modules]
     buffers = [{name: (buffer, buffer.clone()) for name, buffer in _own_buffers(module)} for module in modules]
-    generator = torch.get_rng_state()
     try:
         model.train()
         for module in modules:
@@ -106,7 +134,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         for module, was_training, of_module in zip(modules, were_training, buffers, strict=True):
             module.training = was_training
             _restore(module, of_module)
-        torch.set_rng_state(generator)
 
 
 def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -123,16 +150,31 @@ def _restore(module: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) ->
         setattr(module, name, buffer)
 
 
-def _refusal(model: nn.Module, name: str, split: str, whole: float, parts: float) -> str:
+def _causes(model: nn.Module, noise: FixedNoise) -> list[str]:
     norms = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)})
     causes = [
         f"{', '.join(norms)} mixes the samples of a batch" if norms else "",
-        "the model returns a mean instead of a sum" if abs(parts - 2 * whole) < 0.2 * abs(whole) else "",
+        f"it draws random numbers ({', '.join(sorted(noise.drawn))})" if noise.drawn else "",
         "it uses the other samples of the batch (in-batch negatives, batch statistics, the batch's padded length)",
     ]
+    return [cause for cause in causes if cause]
+
+
+def _is_mean(whole: float, parts: float) -> bool:
+    """Whether the parts of a batch cut in two add up to twice its loss, as means do."""
+    return abs(parts - 2 * whole) < 0.2 * abs(whole)
+
+
+def _refusal(name: str, split: str, whole: float, parts: float, causes: list[str], is_cut: bool) -> str:
     which = f"the loss {name!r}" if name else "the loss"
+    likely = [*(["the model returns a mean instead of a sum"] if _is_mean(whole, parts) else []), *causes]
+    consequence = (
+        "this model cannot be trained in micro-batches"
+        if is_cut
+        else "fit divides a loss by the batch's weight, so the gradient of a mean would be too small"
+    )
     return (
-        f"{which} of a batch is {whole:.6g}, but {parts:.6g} when the batch is cut {split}: this model cannot be "
-        f"trained in micro-batches. Likely: {'; or '.join(cause for cause in causes if cause)}. "
+        f"{which} of a batch is {whole:.6g}, but {parts:.6g} when the batch is cut {split}: {consequence}. "
+        f"Likely: {'; or '.join(likely)}. "
         "Make the loss a sum over samples, each computed alone, or switch the check off with check_split=False"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nestpipe.data.batch import Jagged
 from nestpipe.distributed import Channel, World
+from nestpipe.pipelining.trace import Span
 from nestpipe.train.build import Run, build
 from nestpipe.train.build_data import corpus_size
 from nestpipe.train.build_files import evaluated_split, skipped
@@ -69,6 +70,7 @@ def run(
     world: World,
     after_step: AfterStep | None = None,
     trace_path: Path | None = None,
+    traced_steps: range | None = None,
     fresh: bool = False,
 ) -> Summary:
     """All ranks call it, and get the same summary. The config must be resolved.
@@ -83,10 +85,11 @@ def run(
         _resume(this_run, checkpoint, validation)
     elif config.checkpoint.load is not None:
         _resume(this_run, Path(config.checkpoint.load))
-    result = FitResult(spans=[] if trace_path is not None else None, num_steps_before=trainer.num_steps)
+    spans: list[Span] | None = [] if trace_path is not None else None
+    result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
     _train(config, this_run, after_step, result, validation)
     if trace_path is not None and result.spans is not None:
-        write_trace(result.spans, world, trace_path)
+        write_trace(result.spans, world, trace_path, result.traced_steps)
     times = summarise(result.times, world)
     summary: Summary = {
         "schedule": config.pipeline.schedule,

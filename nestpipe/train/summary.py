@@ -10,7 +10,7 @@ import torch
 from nestpipe.device.streams import has_streams
 from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceBytes
-from nestpipe.pipelining.trace import BUSY, BYTE_FIELDS, STAGES, StepTimes
+from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes, StepTotals
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import FitResult, Trainer
@@ -40,29 +40,41 @@ class TableMemory:
     """keys, index, step numbers"""
 
 
-def counted(times: Sequence[StepTimes]) -> Sequence[StepTimes]:
-    """Without the first tenth, at least five: they warm up. A shorter run counts its last step alone."""
-    return times[min(max(5, len(times) // 10), len(times) - 1) :] if times else times
+def counted(times: Sequence[StepTimes]) -> StepTotals:
+    """The totals without the first tenth of the steps, at least five: they warm up. A shorter run counts its last step
+    alone. Of steps that a StepLog no longer keeps, the block that a tenth ends in is left out whole."""
+    older = times.older if isinstance(times, StepLog) else []
+    num_older = sum(block.num_steps for block in older)
+    num_steps = num_older + len(times)
+    num_left_out = min(max(5, num_steps // 10), num_steps - 1)
+    totals, position = StepTotals(), 0
+    for block in older:
+        if position >= num_left_out:
+            totals.add(block.sums, block.num_steps)
+        position += block.num_steps
+    for step in times[max(0, num_left_out - num_older) :]:
+        totals.add(step)
+    return totals
 
 
 def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
     """All ranks call it, and get the same."""
-    steps = counted(times)
+    totals = counted(times)
     names = (*STEP_FIELDS, *BYTE_FIELDS, "peak_rss_bytes")
-    mine = torch.tensor([_mean_of_rank(steps, name) for name in names], dtype=torch.float64)
+    mine = torch.tensor([_mean_of_rank(totals, name) for name in names], dtype=torch.float64)
     of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
     columns = {name: of_ranks[:, i] for i, name in enumerate(names)}
     largest = {"step_ms", "peak_rss_bytes", "unattributed_ms"}
     fields = {name: float(c.max() if name in largest else c.mean()) for name, c in columns.items()}
-    samples = sum(step.num_samples for step in steps) / max(len(steps), 1)
+    samples = totals.sums.num_samples / max(totals.num_steps, 1)
     fields["samples_per_second"] = samples / fields["step_ms"] * 1e3 if fields["step_ms"] > 0 else 0.0
     return TimeSummary(fields, {name: (float(columns[name].min()), float(columns[name].max())) for name in TIME_FIELDS})
 
 
-def _mean_of_rank(steps: Sequence[StepTimes], name: str) -> float:
+def _mean_of_rank(totals: StepTotals, name: str) -> float:
     if name == "peak_rss_bytes":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return sum(step_value(step, name) for step in steps) / max(len(steps), 1)
+    return step_value(totals.sums, name) / max(totals.num_steps, 1)
 
 
 def step_value(step: StepTimes, name: str) -> float:
@@ -71,8 +83,8 @@ def step_value(step: StepTimes, name: str) -> float:
         return step.step_ms
     if name in BYTE_FIELDS:
         return step.sizes[name]
-    if name in BUSY:  # on the compute lane if it is done there, else on the lane of its own
-        return step.busy[name] if name in step.busy else sum(step.stages[stage] for stage in BUSY[name])
+    if name in BUSY:
+        return step.busy_ms(name)
     if name == "overlap_sync_ms":
         return step.stages["overlap_sync"]
     return sum(step.stages[stage] for stage, part in STAGES.items() if part == name)

@@ -1,7 +1,9 @@
 """The spans of all ranks in one file, for chrome://tracing or ui.perfetto.dev."""
 
 import json
+import re
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,28 @@ from nestpipe.pipelining.trace import Span
 LANES = ("compute", "input", "upload", "route", "host", "rows", "gradients")
 
 
-def write_trace(spans: Sequence[Span], world: World, path: Path) -> None:
-    """All ranks call it; rank 0 writes. A process for each rank, a track for each lane, spans named by stage."""
+def parse_steps(text: str) -> range:
+    """The steps that A:B names: from A to B - 1, counted from 0 at the beginning of the training."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    if len(steps) == 0:
+        raise ValueError(f"the steps to trace are {text!r}, must be A:B with A < B; 100:200 are steps 100 to 199")
+    return steps
+
+
+def write_trace(spans: Sequence[Span], world: World, path: Path, steps: range | None = None) -> None:
+    """All ranks call it; rank 0 writes. A process for each rank, a track for each lane, spans named by stage.
+
+    `steps` are those that were asked for; the file says which they are.
+    """
     texts = world.control.share_text(json.dumps(_events(spans, world.rank)))
-    if world.rank == 0:
-        events = [event for text in texts for event in json.loads(text)]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    if world.rank > 0:
+        return
+    events = [event for text in texts for event in json.loads(text)]
+    if steps is not None and len(spans) == 0:
+        warnings.warn(f"the trace is empty: steps {steps.start} to {steps.stop - 1} were not trained", stacklevel=2)
+    about = {} if steps is None else {"otherData": {"first_step": steps.start, "end_step": steps.stop}}
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **about}))
 
 
 def _events(spans: Sequence[Span], rank: int) -> list[dict[str, Any]]:

@@ -20,13 +20,17 @@ from nestpipe.pipelining.finite import squared_norm
 from nestpipe.pipelining.pipeline import Pipeline, make_store
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import Step
-from nestpipe.pipelining.trace import Span, StepTimes, Trace
+from nestpipe.pipelining.step_times import StepLog, StepTimes
+from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.train.check_split import SplitCheck
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
 from nestpipe.train.loss import loss_sums
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.tables_io import export_embedding, import_rows
+
+TRACED_STEPS = 1000
+"""steps whose spans are kept unless others are named: some 30 spans a step and rank"""
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,10 +43,12 @@ class FitResult:
     """of each step: the global batch's loss sums, each divided by its weight, added up"""
     num_skipped: int = 0
     """batches of weight 0"""
-    times: list[StepTimes] = field(default_factory=list)
-    """of each step, on this rank"""
+    times: list[StepTimes] = field(default_factory=StepLog)
+    """of the last 1,000 steps, on this rank; `times.older` has the totals of the steps before them"""
     spans: list[Span] | None = None
     """of all lanes, if a list is given to put them in"""
+    traced_steps: range | None = None
+    """The steps whose spans are kept; None: the first 1,000 that are trained. Batches of weight 0 count here, too."""
     validations: list[dict[str, float]] = field(default_factory=list)
     """of each validation: the step after which it was, and its numbers"""
     is_stopped: bool = False
@@ -156,12 +162,14 @@ class Trainer:
         `after_step` sees the result so far, on the ranks that give it. Callbacks must be the same on all ranks; they
         may evaluate and save. A result of an earlier call may be given to be added to.
         """
+        self._refuse_within_fit("fit")
         self._check_usable()
         self._check_same_start()
         result = result if result is not None else FitResult()
         source = self._source_of(batches)
         if self.check_split:
-            check = SplitCheck(self.model, self.features, self.store, self._num_micro_batches, self._clustering)
+            split = self._num_micro_batches, self._clustering
+            check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             check.first_batch(source, steps)
         num_before, num_skipped, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
@@ -171,7 +179,7 @@ class Trainer:
             world=self.world,
             steps=steps,
             first_step=self.num_steps,
-            trace=Trace(result.times, result.spans, self.num_steps, self.world.device),
+            trace=self._trace(result),
             **self._options,  # type: ignore[arg-type]
         )
         try:
@@ -203,6 +211,11 @@ class Trainer:
             source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a batch that failed does not come again
             source.give_back(pipeline.untrained)
         return result
+
+    def _trace(self, result: FitResult) -> Trace:
+        if result.spans is not None and result.traced_steps is None:
+            result.traced_steps = range(self.num_steps, self.num_steps + TRACED_STEPS)
+        return Trace(result.times, result.spans, self.num_steps, self.world.device, result.traced_steps)
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
         """Whether one of them, on any rank, ends the training: all ranks must leave the loop at the same step."""
@@ -236,7 +249,10 @@ class Trainer:
     def _refuse_within_fit(self, what: str) -> None:
         """Rows that are under way would hide the new ones, and overwrite them."""
         if self._pipeline is not None:
-            raise RuntimeError(f"{what} was called within fit; call it between two calls of fit")
+            raise RuntimeError(
+                f"{what} was called within fit; call it between two calls of fit. A callback that returns True ends "
+                "the call it is in"
+            )
 
     def _check_usable(self) -> None:
         if self.is_partially_updated:

@@ -1,9 +1,12 @@
 """What `bench h200` measures on, which needs no accelerator; its measurements do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from nestpipe.bench import h200_models
 from nestpipe.bench.h200_data import Repeating, Shape, make_batches
 from nestpipe.bench.h200_one_rank import NUM_MICRO_BATCHES, QUICK, DenseOnly, _figures, features_of, spread_keys
 from nestpipe.bench.targets import load_targets
@@ -66,10 +69,22 @@ def test_a_step_is_compared_with_the_dense_model_split_and_unsplit() -> None:
     assert "step_over_dense_unsplit" not in figures["serial"] | figures["inter"]
 
 
+@pytest.mark.parametrize("shape", h200_models.SHAPES, ids=lambda shape: shape.name)
+def test_models_train_and_so_does_their_dense_part(shape: h200_models.Shape) -> None:
+    """Fails if the dense part has no gradients for its embeddings, or a key is not one of the table's rows."""
+    small, world = replace(shape, num_rows=50, batch_size=8), World()
+    batches, trainer = h200_models.make_batches(small), h200_models.make_trainer(world, small, "nested")
+    assert trainer.fit(batches[:2]).losses[0] > 0
+    assert all(trainer.store.size(table.name) == 50 for table in trainer.tables)
+    step = h200_models.DenseStep(h200_models.make_model(small, world.device), small, batches[0], world.device)
+    step()
+    assert all(leaf.grad is not None for leaf in step.embeddings.values())
+
+
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, four-ranks, stages" in " ".join(done.output.replace("│", " ").split())
+    assert "must be one of one-rank, four-ranks, models, stages" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator; runs where there is none")

@@ -114,10 +114,14 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_data_that_ends_and_tables_of_a_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
+    """And a trace of some of its steps. Fails if train does not hand --trace-steps on."""
+    recipe, trace = tmp_path / "recipe.toml", tmp_path / "trace.json"
     recipe.write_text("[data]\nnum_samples = 150\n[[tables]]\nname = 'c03'\noptimizer = 'sgd'\nlr = 0.5\n")
-    summary = summary_of(tmp_path / "a.json", str(recipe))
+    summary = summary_of(tmp_path / "a.json", str(recipe), "--trace", str(trace), "--trace-steps", "1:3")
     assert summary["steps"] == 3
+    traced = json.loads(trace.read_text())
+    assert traced["otherData"] == {"first_step": 1, "end_step": 3}
+    assert {event["args"]["batch"] for event in traced["traceEvents"] if event["ph"] == "X"} == {1, 2}
     assert {table["name"]: table["state_bytes"] for table in summary["tables"]}["c03"] == 0
 
 

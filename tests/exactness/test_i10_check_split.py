@@ -3,10 +3,12 @@
 Fails, for example, if check_split compares nothing (`tolerance = 1e9`), or if it leaves Dropout in training mode.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe import DenseReducer, NonFiniteError, World
@@ -56,9 +58,10 @@ class Dropout(SmallModel):
         return super().dense([self.dropout(part) for part in parts], label)
 
 
-def trainer_of(world: World, model_class: type[SmallModel], check_split: bool = True):
-    trainer = make_trainer(world, CASE)
+def trainer_of(world: World, model_class: type[SmallModel], check_split: bool = True, case: Case = CASE):
+    trainer = make_trainer(world, case)
     trainer.model = model_class({name: feature.table.dim for name, feature in trainer.features.items()})
+    trainer._forward = trainer.model
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), 0.1)
     trainer.reducer = DenseReducer(trainer.model, world)
     trainer.check_split = check_split
@@ -146,3 +149,57 @@ class Lazy(SmallModel):
 def test_buffers_made_in_forward() -> None:
     trainer = trainer_of(World(), Lazy)
     assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps
+
+
+class Transformer(SmallModel):
+    """Layers whose dropout is no Dropout module."""
+
+    def __init__(self, dims) -> None:
+        super().__init__(dims)
+        torch.manual_seed(0)
+        options = {"dropout": 0.1, "batch_first": True, "dtype": torch.float64}
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, **options)
+        self.attention = nn.MultiheadAttention(8, 2, **options)
+        self.gru = nn.GRU(8, 8, num_layers=2, **options)
+
+    def dense(self, parts, label) -> Tensor:
+        x = self.encoder(torch.cat(parts, dim=1)[:, None])
+        x = self.gru(self.attention(x, x, x)[0])[0]
+        return super().dense([F.dropout(x[:, 0], 0.1, self.training)], label)
+
+
+def test_dropout_of_any_kind_is_no_reason() -> None:
+    """Fails if SplitCheck._sums calls the model without the noise fixed, as when only Dropout modules were in eval."""
+    trainer = trainer_of(World(), Transformer)
+    assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps
+    assert trainer.model.encoder.training
+
+
+def train_unsplit(world: World, model_class: type[SmallModel]) -> tuple[int, list[str]]:
+    """Steps trained with one micro-batch, in two calls of fit, and the warnings seen."""
+    trainer = trainer_of(world, model_class, case=replace(CASE, num_micro_batches=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for batches in (global_batches(CASE.steps), global_batches(1)):
+            trainer.fit(batches)
+    return trainer.num_steps, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_micro_batch_may_mix_samples(size: int) -> None:
+    """Fails if SplitCheck._object refuses whatever the number of micro-batches, or warns on every rank."""
+    results = [train_unsplit(World(), BatchNorm)] if size == 1 else run_ranks(size, train_unsplit, BatchNorm)
+    assert [num_steps for num_steps, _ in results] == [CASE.steps + 1] * size
+    assert "Likely: BatchNorm1d mixes the samples" in results[0][1][0]
+    assert "results depend on the batch size per rank and on the number of ranks" in results[0][1][0]
+    assert [len(texts) for _, texts in results] == [1, 0][:size]
+
+
+def test_a_mean_is_refused_with_one_micro_batch_too() -> None:
+    """Fails if SplitCheck._object only warns with one micro-batch."""
+    trainer = trainer_of(World(), Mean, case=replace(CASE, num_micro_batches=1))
+    with pytest.raises(
+        ValueError, match=r"the gradient of a mean would be too small\. Likely: the model returns a mean"
+    ):
+        trainer.fit(global_batches(CASE.steps))
+    assert trainer.store.size("item") == 0

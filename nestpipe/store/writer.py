@@ -1,0 +1,60 @@
+"""Who may write to a store: anyone, or the one pipeline that is open on it."""
+
+from collections.abc import Callable
+from threading import Lock
+
+from torch import Tensor
+
+ScatterFrom = Callable[[str, Tensor, Tensor, Tensor | None, int], None]
+
+
+class Writer:
+    """Writes the rows of an open pipeline to its store. Until it is closed, every other write raises."""
+
+    def __init__(self, access: "WriteAccess", scatter_from: ScatterFrom) -> None:
+        self._access = access
+        self._scatter_from = scatter_from
+
+    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
+        """Writes rows as Store.scatter_from does."""
+        self._scatter_from(table, keys, records, places, step)
+
+    def close(self) -> None:
+        """Lets others write again. Closing twice does nothing."""
+        self._access.close(self)
+
+
+class WriteAccess:
+    """The writer that a store has open, if any.
+
+    An open pipeline holds rows that are newer than those of the store, and rows that it read ahead of their use. A
+    write past it would be overwritten or not be seen, depending on the schedule; so it is refused.
+    """
+
+    def __init__(self) -> None:
+        self._writer: Writer | None = None
+        self._lock = Lock()
+
+    def open(self, scatter_from: ScatterFrom) -> Writer:
+        with self._lock:
+            if self._writer is not None:
+                raise RuntimeError(
+                    "another fit or pipeline is open on this store, and rows of both would overwrite each other; let "
+                    "it end first, then begin the next one"
+                )
+            self._writer = Writer(self, scatter_from)
+            return self._writer
+
+    def close(self, writer: Writer) -> None:
+        with self._lock:
+            if self._writer is writer:
+                self._writer = None
+
+    def check(self, what: str) -> None:
+        """Refuses a write while a pipeline is open."""
+        if self._writer is not None:
+            raise RuntimeError(
+                f"{what} was called on a store whose rows are being trained: rows that are on their way would hide "
+                "what it writes, or overwrite it. Call it between two calls of fit, or outside of the pipeline's "
+                "`with` block"
+            )
