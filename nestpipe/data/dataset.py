@@ -189,8 +189,11 @@ class BatchSource(Iterator[Batch]):
         self._returned.extendleft(reversed(items))
 
     def advance_to(self, num_batches: int) -> None:
-        """The run has trained this many of the batches it was given, or passed over them. Never waits for a read."""
-        while self._num_advanced < num_batches:
+        """The run has trained this many batches, or passed over them. Never waits for a read.
+
+        A rank whose data has ended takes part in the steps of others; its state stays where the data ended.
+        """
+        while self._num_advanced < num_batches and self._later_states:
             self.state = self._later_states.popleft()
             self._num_advanced += 1
 

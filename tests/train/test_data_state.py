@@ -72,9 +72,9 @@ def test_position_is_what_was_trained(schedule: str, size: int, tmp_path: Path) 
 
 
 def test_ranks_with_a_state_each(tmp_path: Path) -> None:
-    for states in on_ranks(2, own_states, tmp_path):
-        assert states[0] == states[1]
-        assert states[0]["read"] == 3
+    """Rank 1 has fewer batches. Fails if advance_to goes on where a rank has no data left."""
+    for rank, states in enumerate(on_ranks(2, own_states, tmp_path)):
+        assert states[0] == states[1] == {"read": 3 - rank, "rank": rank}
 
 
 class Counted:
@@ -85,7 +85,7 @@ class Counted:
         self.num_read = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in global_batches(3):
+        for batch in global_batches(3 - self.world.rank):
             self.num_read += 1
             yield batch[self.world.rank :: self.world.size]
 
@@ -99,7 +99,6 @@ def own_states(world: World, path: Path) -> tuple[object, object]:
     trainer.save(path)
     again = make_trainer(world, CASE)
     again.load(path)
-    assert again.data_state()["rank"] == world.rank
     return trainer.data_state(), again.data_state()
 
 
