@@ -112,7 +112,7 @@ class Pipeline:
         self.last_stage = LAST_STAGE[schedule]
         self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
         self._first_step = self._number = first_step
-        self._failed_step: int | None = None
+        self.failed_step: int | None = None
         """of a device: the first one that is masked, once the host has heard of it"""
         self._step: Step | None = None
         self._is_stopped = False
@@ -129,8 +129,8 @@ class Pipeline:
                 self._step.refuse_batch()
         self.trace.enter("")
         self._end(gives_up=error is not None and self.world.size == 1)
-        if self._failed_step is not None and not isinstance(error, NonFiniteError):
-            late = found_late(self._failed_step)
+        if self.failed_step is not None and not isinstance(error, NonFiniteError):
+            late = found_late(self.failed_step)
             if error is None:
                 raise self.world.watch.agreed(late)
             error.add_note(str(late))
@@ -199,18 +199,18 @@ class Pipeline:
         """What the device has found out about the steps that were written back, up to this one."""
         heard = self.stages.heard
         for number in sorted(heard):  # a copy: a lane may add to it meanwhile
-            if self._failed_step is not None or (last is not None and number > last):
+            if self.failed_step is not None or (last is not None and number > last):
                 return
             loss, is_masked = heard.pop(number)
             if is_masked:
-                self._failed_step, self.num_applied = number, number - self._first_step
+                self.failed_step, self.num_applied = number, number - self._first_step
             else:
                 self.losses.append(loss)
 
     def _raise_late(self) -> None:
         """On all ranks alike: what a device found out about a step."""
-        if self._failed_step is not None:
-            raise self.world.watch.agreed(found_late(self._failed_step))
+        if self.failed_step is not None:
+            raise self.world.watch.agreed(found_late(self.failed_step))
 
     def _next_flight(self) -> Flight:
         op = self.executor.play_until("begin")

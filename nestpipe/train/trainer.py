@@ -202,7 +202,8 @@ class Trainer:
                             after_step(result)
         finally:
             self._pipeline = None
-            self.is_partially_updated |= pipeline.is_torn
+            # What a device finds out late has gone into the dense parameters by then, and into no row.
+            self.is_partially_updated |= pipeline.is_torn or pipeline.failed_step is not None
             self.num_steps = num_before + pipeline.num_applied
             self.num_skipped = num_skipped + pipeline.num_skipped
             _move(pipeline.losses, result.losses)

@@ -124,6 +124,8 @@ def test_the_batch_at_fault_does_not_come_again(device: str) -> None:
     with pytest.raises(NonFiniteError):
         trainer.fit(batches, steps=4)
     assert [len(batch) for batch in trainer._source_of(batches)] == [24] * 4
+    with pytest.raises(RuntimeError, match="a step was left halfway"):
+        trainer.fit(bad_batches(3))  # its dense parameters are of later steps than its rows
 
 
 class Doubled(SGD):
