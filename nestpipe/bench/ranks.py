@@ -1,5 +1,6 @@
 """Ranks on this machine that measure together: what rank 0 finds comes back, one record after the other."""
 
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -52,6 +53,7 @@ def _run(
     device: str,
     timeout_seconds: float,
 ) -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is held by the process that started this one
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     world = World(rank, num_ranks, timeout_seconds, device_of_rank(device, rank))

@@ -7,27 +7,37 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nestpipe.distributed.child import die_with_parent
+from nestpipe.distributed.link import prefix_of
+from nestpipe.distributed.monitor import FAILED, lines_of
+from nestpipe.distributed.sockets import FILES_OF_A_STORE, reserve_files
 
-GRACE_SECONDS = 5.0
-"""how long ranks may go on after one has failed: they hear of it and say so themselves"""
+GRACE_SECONDS = 10.0
+"""how long ranks may go on after one has failed, or after Ctrl-C: they hear of it and say so themselves"""
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     """Runs `python -m nestpipe` with these arguments on each rank; returns the first exit code that is not 0, or 0."""
+    try:
+        reserve_files(num_ranks * FILES_OF_A_STORE, f"the store of {num_ranks} ranks has connections to all of them")
+    except OSError as error:
+        print(f"nestpipe: {error}", file=sys.stderr)
+        return 1
     # Kept here, not by rank 0: the text of a failure can be read whichever rank has died.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [_start(rank, num_ranks, store.port, arguments) for rank in range(num_ranks)]
     interrupted = False
     try:
         _wait(ranks)
+        _report(store, ranks)
+        _wait(ranks, time.monotonic() + GRACE_SECONDS)
     except KeyboardInterrupt:
         interrupted = True
         for rank in ranks:
             rank.send_signal(signal.SIGINT)
-        _wait(ranks)
+        _wait(ranks, time.monotonic() + GRACE_SECONDS)
     finally:
         _end(ranks)
     codes = [rank.returncode for rank in ranks if rank.returncode != 0]
@@ -53,16 +63,26 @@ def _start(rank: int, num_ranks: int, port: int, arguments: Sequence[str]) -> su
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one has failed and the others have had time to."""
-    deadline = None
-    while any(rank.poll() is None for rank in ranks):
-        failed = any(rank.returncode not in (None, 0) for rank in ranks)
-        if failed and deadline is None:
-            deadline = time.monotonic() + GRACE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float | None = None) -> None:
+    """Until all have ended, or until the deadline; without one, until a rank has failed."""
+    while None in (codes := [rank.poll() for rank in ranks]):  # of every rank: the first may never end
+        if time.monotonic() > deadline if deadline is not None else any(codes):
             return
         time.sleep(0.05)
+
+
+def _report(store: TCPStore, ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Tells the ranks that one has ended badly, unless it has said so itself: they may not have met it yet."""
+    watched = PrefixStore(prefix_of(1), store)
+    ended = {number: _ending(rank.returncode) for number, rank in enumerate(ranks) if rank.poll()}
+    if ended and not (watched.check([FAILED]) and watched.get(FAILED)):
+        watched.append(FAILED, lines_of(ended))  # type: ignore[attr-defined]
+
+
+def _ending(code: int) -> str:
+    if code > 0:
+        return f"its process ended with code {code}"
+    return f"it was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -27,20 +27,35 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
     assert config.runtime.device is not None
     section = config.distributed
     try:
-        world = World.from_environment(section.timeout_seconds, config.runtime.device, section.backend)
+        world = World.from_environment(
+            section.timeout_seconds, config.runtime.device, section.backend, section.stall_seconds
+        )
     except ValueError as error:
         raise failed(error, 2) from None
+    except (RankError, OSError) as error:  # the ranks have not found each other
+        raise failed(RuntimeError(f"rank {os.environ.get('RANK', '0')}: {error}"), 1) from None
+    except KeyboardInterrupt:
+        raise failed(RuntimeError("interrupted (Ctrl-C) at the start"), 130) from None
     try:
         with world.watch.reporting():
             summary = work(config, world)
         world.close()
     except KeyboardInterrupt:
-        raise failed(RuntimeError("interrupted (Ctrl-C)"), 130, world) from None
+        raise _ended(failed(RuntimeError("interrupted (Ctrl-C)"), 130, world), world) from None
     except Exception as error:
         if not isinstance(error, EXPECTED):
             traceback.print_exc()
-        raise failed(error, 1, world) from None
+        raise _ended(failed(error, 1, world), world) from None
     return summary if world.rank == 0 else None
+
+
+def _ended(code: typer.Exit, world: World) -> typer.Exit:
+    """After ranks were lost the process ends here: whatever waits for them, on a device too, must not keep it."""
+    if world.watch.failure is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code.exit_code)
+    return code
 
 
 def failed(error: Exception, code: int, world: World | None = None) -> typer.Exit:

@@ -74,7 +74,7 @@ class Channel:
             self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
             meanwhile()  # comes after it in the stream
         else:
-            group = self._group
+            group = self._host_group
             work = self._begin(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True))
             meanwhile()
             self._wait(lambda: self._guarded(work.wait))
@@ -84,7 +84,7 @@ class Channel:
         if self.size == 1:
             return parts
         parts, received = parts.contiguous(), torch.empty(parts.shape, dtype=parts.dtype)
-        self._run(lambda: dist.all_to_all_single(received, parts, group=self._group, async_op=True))
+        self._run(lambda: dist.all_to_all_single(received, parts, group=self._host_group, async_op=True))
         return received
 
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
@@ -100,7 +100,7 @@ class Channel:
             self._issue(lambda: dist.all_reduce(values, group=self._device_group), values)
         elif self.size > 1:
             here = download(values)
-            self._run(lambda: dist.all_reduce(here, group=self._group, async_op=True))
+            self._run(lambda: dist.all_reduce(here, group=self._host_group, async_op=True))
             if here is not values:
                 values.copy_(here, non_blocking=True)
 
@@ -163,6 +163,12 @@ class Channel:
             until_done()
         else:
             self.watch.wait(self._lane.submit(until_done), self.name)
+
+    @property
+    def _host_group(self) -> dist.ProcessGroup:
+        if self._group is None:  # torch would take None for its default group
+            raise RuntimeError(f"the channel of {self.name} carries device memory only")
+        return self._group
 
     def _is_direct(self, device: torch.device) -> bool:
         return self._device_group is not None and device == self._streams.device

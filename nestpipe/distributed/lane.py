@@ -1,9 +1,11 @@
 """A lane: a thread that does what it is handed, in order."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread, current_thread
+from threading import enumerate as enumerate_threads
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,22 @@ T = TypeVar("T")
 
 class LaneThread(Thread):
     """Somebody waits for its work with a watch, so that it may block."""
+
+    is_busy = False
+
+
+def wait_for_lanes(limit_seconds: float) -> bool:
+    """Waits until no lane is at work; False if one still is.
+
+    For the end of the process: a thread that is outside Python then, in a collective for example, and comes back while
+    the interpreter is ending, aborts the process.
+    """
+    ends = time.monotonic() + limit_seconds
+    while any(thread.is_busy for thread in enumerate_threads() if isinstance(thread, LaneThread)):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 class Lane:
@@ -48,10 +66,14 @@ class Lane:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # a setting of the thread: what a lane computes is never differentiated
+        thread = current_thread()
+        assert isinstance(thread, LaneThread)
         while (item := self._work.get()) is not None:
+            thread.is_busy = True
             pending, work = item
             try:
                 pending.set_result(work())
             except BaseException as error:  # raised where the result is waited for
                 pending.set_exception(error)
             del item, pending, work  # tensors they hold must not live until the next piece of work
+            thread.is_busy = False

@@ -1,23 +1,61 @@
-"""Waiting for other ranks: never for ever, and with the reason when it ends badly.
+"""Waiting for other ranks: never without a limit, and with the reason when it ends badly.
 
-The ranks' TCP store carries what cannot travel by a collective that no longer works: the text of a rank's failure, who
-is still there, and heartbeats of ranks that are at long work.
+The ranks have a TCP store in common. It carries what no collective can carry once a rank is lost. The process that
+holds the store may itself be lost, and then a request to it blocks for ever. So one thread of each rank, the monitor,
+makes all requests, and every other thread looks at what the monitor knows.
+
+A tick is a second, or a 25th of `timeout_seconds` if that is less. In each tick the monitor makes one request:
+
+- Every third tick it writes its heartbeat: how long the rank has made no progress, whether it waits for other ranks,
+  and where it is. The heartbeat goes on whatever the rank's other threads do: reading, compiling, saving.
+- In the other ticks it reads, in one request, all failures and the heartbeat of the next rank. So every rank is watched
+  by one other, and the load of the store is one request a rank and tick, however many ranks there are.
+
+What is concluded, and by whom:
+
+- A rank that raises or is interrupted adds its text to the failures, at once.
+- The heartbeat of the next rank has not changed for nearly `timeout_seconds`, while the store answered: that process is
+  stopped, dead, or cut off. Its watcher adds it to the failures, with all others whose heartbeat has stopped.
+- A collective reports a closed connection: the rank that met it compares two readings of all heartbeats, a beat apart,
+  and adds those that did not change to the failures: they have died.
+- A rank that waits has made no progress for `stall_seconds`: it reads all heartbeats. Ranks that do not wait and made
+  no progress for as long hang: it adds them to the failures. If all ranks wait, they wait for each other.
+- The store has not answered a waiting rank for nearly `timeout_seconds`: whoever holds it is stopped, or this rank is
+  cut off. Each rank concludes that for itself. A store that was closed ends only waits for other ranks: at the end of a
+  run its holder may leave first.
+- Every rank that finds a failure, its own name included, raises RankError from its next wait, or from the one it is in.
 """
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from threading import Event, Thread
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+from nestpipe.distributed.activity import Activity
+from nestpipe.distributed.monitor import (
+    POLL_SECONDS,
+    TICKS_PER_BEAT,
+    Monitor,
+    StoreLostError,
+    TextStore,
+    left,
+    unchanged,
+)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
-POLL_SECONDS = 0.25
-"""how soon a rank that waits hears that another one has failed"""
+START_SECONDS = 120.0
+"""how long ranks may take to find each other"""
+REPORT_SECONDS = 2.0
+"""how long a rank that fails tries to say so"""
 ROLL_CALL_SECONDS = 1.5
-"""how long ranks have to say that they are still there"""
+"""the least time between the two readings of heartbeats that tell who has died"""
+DIED = "its connection was closed, it has died"
+CLOSED = "was closed"
+STOPPED = "that process is stopped, or cut off"
 
 
 class RankError(RuntimeError):
@@ -28,56 +66,103 @@ class LostConnectionError(ConnectionError):
     """A collective failed: a rank that takes part in it is gone."""
 
 
-class TextStore(Protocol):
-    """What is used of torch's TCP store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
 class Watch:
-    def __init__(self, rank: int, size: int, store: TextStore | None, timeout_seconds: float) -> None:
+    """The waits of a rank. A rank alone has no monitor: its waits end when the work does, or with Ctrl-C."""
+
+    def __init__(
+        self, rank: int, size: int, store: TextStore | None, timeout_seconds: float, stall_seconds: float = 600.0
+    ) -> None:
         self.rank = rank
         self.size = size
-        self.timeout_seconds = timeout_seconds
-        self.where = "at the start"
-        """the step this rank is at, for messages"""
         self.failure: BaseException | None = None
         """why this world can no longer be used"""
-        self._store = store
-        self._num_beats = 0
+        self._timeout_seconds, self._stall_seconds = timeout_seconds, stall_seconds
+        self._activity = Activity()
+        self._monitor = (
+            None if store is None else Monitor(rank, size, store, self._activity, timeout_seconds, stall_seconds)
+        )
+        # Otherwise the process that started the ranks does: torchrun, or `nestpipe train --ranks`.
+        self._rank_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    @property
+    def where(self) -> str:
+        """The step this rank is at, for messages."""
+        return self._activity.where
+
+    @where.setter
+    def where(self, text: str) -> None:
+        self._activity.where = text
+
+    @property
+    def timeout_seconds(self) -> float:
+        """A rank that shows no sign of life for as long is given up."""
+        return self._timeout_seconds
+
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None:
+        self._timeout_seconds = seconds
+        if self._monitor is not None:
+            self._monitor.timeout_seconds = seconds
+
+    @property
+    def stall_seconds(self) -> float:
+        """A rank that lives, but makes no progress for as long while others wait, is given up."""
+        return self._stall_seconds
+
+    @stall_seconds.setter
+    def stall_seconds(self, seconds: float) -> None:
+        self._stall_seconds = seconds
+        if self._monitor is not None:
+            self._monitor.stall_seconds = seconds
 
     def wait(self, pending: Future[T], stage: str, is_remote: bool = True) -> T:
         """The result of a lane's work. The caller's thread stays open to Ctrl-C.
 
-        Work that is not remote needs no other rank and may take as long as it likes; but if another rank fails
-        meanwhile, this one ends too.
+        is_remote: the work needs other ranks. Other work may go on when the store has been closed.
         """
         if self.failure is not None:
             raise RankError(f"these ranks have failed before: {self.failure}; start them again")
-        started = time.monotonic()
-        beats: list[str] | None = None
-        while not wait([pending], POLL_SECONDS).done:
-            if texts := self._failures():
-                self._linger()
-                raise self._lost(stage, texts)
-            waited = time.monotonic() - started if is_remote else 0.0
-            if beats is None and waited > self.timeout_seconds / 2:
-                beats = self._beats()
-            if waited > self.timeout_seconds:
-                if self._beats() == beats:
-                    raise self._lost(stage, self._roll_call(f"no answer for {self.timeout_seconds:g} s, it hangs"))
-                started, beats = time.monotonic(), None
+        if not pending.done():
+            with self._activity.doing(stage, is_remote, is_caller=True):
+                self._wait(pending, stage, is_remote)
         if isinstance(error := pending.exception(), LostConnectionError):
             raise self.explained(error, stage)
         return pending.result()
 
+    def _wait(self, pending: Future[T], stage: str, is_remote: bool) -> None:
+        waited = unanswered = 0.0
+        num_answers, looked = -1, time.monotonic()
+        while not wait([pending], POLL_SECONDS).done:
+            monitor = self._monitor
+            if monitor is None:
+                continue
+            now = time.monotonic()
+            # Time in which this process was stopped does not count, nor what it did not look at meanwhile.
+            passed, looked = min(now - looked, 10 * POLL_SECONDS), now
+            waited += passed
+            unanswered = unanswered + passed if monitor.num_answers == num_answers else 0.0
+            num_answers = monitor.num_answers
+            if monitor.failures:
+                raise self._lost(stage, monitor.failures)
+            if monitor.error is not None:
+                if is_remote and waited > monitor.patience_seconds:
+                    raise self._lost(stage, self._holder(CLOSED))
+            elif unanswered > monitor.patience_seconds:
+                raise self._lost(stage, self._holder(f"has not answered for {unanswered:.0f} s"))
+            elif not monitor.is_complete and waited > START_SECONDS:
+                raise self._lost(stage, self._missing(monitor))
+
     def explained(self, error: Exception, stage: str) -> Exception:
         """A lost connection becomes an error that says which rank, and why; others stay as they are."""
-        if not isinstance(error, LostConnectionError):
+        if not isinstance(error, LostConnectionError) or self._monitor is None:
             return error
-        return self._lost(stage, self._failures() or self._roll_call("its connection was closed, it has died"))
+        reasons: dict[int, str] | str
+        try:
+            reasons = found = self._roll_call(self._monitor, str(error))
+            self._monitor.publish(found, REPORT_SECONDS)
+        except StoreLostError:
+            reasons = self._monitor.failures or self._holder(CLOSED)
+        return self._lost(stage, reasons)
 
     def agreed(self, error: E) -> E:
         """Marks an error that all ranks raise at the same place: they can go on together afterwards."""
@@ -95,86 +180,106 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one goes no further."""
-        if self.size > 1 and self.failure is None and not getattr(error, "_nestpipe_is_agreed", False):
+        if self._monitor is not None and self.failure is None and not getattr(error, "_nestpipe_is_agreed", False):
             self.failure = error
-            self._set(f"failed/{self.rank}", describe(error))
-            self._set("failed", "some")
+            try:
+                self._monitor.publish({self.rank: describe(error)}, REPORT_SECONDS)
+            except StoreLostError:
+                return  # the others find out by themselves
             self._linger()
 
     def post(self, key: str, text: str) -> None:
-        self._set(key, text)
+        """Leaves a text for other ranks; returns when the store has it."""
+
+        def put(store: TextStore) -> bool:
+            store.set(key, text)
+            return store.check([key])  # has an answer, unlike set
+
+        if self._monitor is not None:
+            self._ask(self._monitor, put, False)
 
     def read(self, key: str) -> str:
         """Another rank's text, or what to say when it cannot be read."""
-        return self._get(key) or "(its text could not be read)"
+        unread = "(its text could not be read)"
+        if self._monitor is None:
+            return unread
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Around long work without collectives: others, who wait for this rank, go on waiting."""
-        if self.size == 1:
-            yield
-            return
-        ended = Event()
-        beating = Thread(target=self._beat_until, args=(ended,), name="nestpipe-heartbeat", daemon=True)
-        beating.start()
+        def get(store: TextStore) -> str:
+            return store.multi_get([key])[0].decode(errors="replace") if store.check([key]) else unread
+
+        return self._ask(self._monitor, get, unread)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Around long work without collectives, so that an error can say what a rank was at."""
+        return self.doing("long work")
+
+    def doing(self, place: str, is_remote: bool = False) -> AbstractContextManager[None]:
+        """Around work of one thread, so that an error can say where a rank hangs."""
+        return self._activity.doing(place, is_remote)
+
+    def stop(self, limit_seconds: float) -> bool:
+        """Ends the monitor; False if the store keeps it."""
+        return self._monitor is None or self._monitor.stop(limit_seconds)
+
+    def _ask(self, monitor: Monitor, request: Callable[[TextStore], T], otherwise: T) -> T:
         try:
-            yield
-        finally:
-            ended.set()
-            beating.join()
+            return monitor.ask(request, monitor.patience_seconds)
+        except StoreLostError:
+            return otherwise
 
-    def _beat_until(self, ended: Event) -> None:
-        while not ended.is_set():
-            self._num_beats += 1
-            self._set(f"beat/{self.rank}", str(self._num_beats))
-            ended.wait(self.timeout_seconds / 5)
+    def _roll_call(self, monitor: Monitor, error: str) -> dict[int, str]:
+        """Ranks that have failed, left or died."""
+        limit = monitor.patience_seconds
+        if failures := monitor.read_failures(limit):
+            return failures
+        if not monitor.is_complete and (missing := monitor.ask(monitor.missing_in, limit)):
+            return dict.fromkeys(missing, "it has not started")
+        before = monitor.beats(limit)
+        ends = time.monotonic() + max(ROLL_CALL_SECONDS, (TICKS_PER_BEAT + 2) * monitor.tick_seconds)
+        while time.monotonic() < ends and not monitor.failures:
+            time.sleep(POLL_SECONDS)
+        if failures := monitor.read_failures(limit):
+            return failures
+        after = monitor.beats(limit)
+        if dead := [rank for rank in unchanged(before, after) if rank != self.rank]:
+            return dict.fromkeys(dead, DIED)
+        if gone := left(after):
+            return dict.fromkeys(gone, "it has left: its world was closed, or its program has ended")
+        return {self.rank: f"it has lost a connection, though every rank lives: {error}"}
 
-    def _beats(self) -> list[str]:
-        return [self._get(f"beat/{rank}") for rank in self._others()]
+    def _missing(self, monitor: Monitor) -> dict[int, str]:
+        missing: list[int] = self._ask(monitor, monitor.missing_in, [])
+        return dict.fromkeys(missing, f"it has not started within {START_SECONDS:.0f} s")
 
-    def _lost(self, stage: str, reasons: dict[int, str]) -> RankError:
-        text = "; ".join(f"rank {rank} failed: {reason}" for rank, reason in sorted(reasons.items()))
-        self.failure = RankError(f"{self.where}, in {stage}: {text}")
+    def _holder(self, reason: str) -> dict[int, str] | str:
+        """Says that whoever holds the store is lost."""
+        if self._rank_holds_store and self.rank != 0:
+            return {
+                0: DIED if reason == CLOSED else f"it holds the ranks' store, which {reason}: {STOPPED} from this rank"
+            }
+        return f"the ranks' store, held by the process that started them, {reason}: {STOPPED} from this rank"
+
+    def _lost(self, stage: str, reasons: dict[int, str] | str) -> RankError:
+        if isinstance(reasons, dict):
+            texts = [f"rank {r} failed: {reason}" for r, reason in sorted(reasons.items()) if r != self.rank]
+            if self.rank in reasons:
+                texts.append(f"this rank was given up: {reasons[self.rank]}")
+            reasons = "; ".join(texts)
+        self.failure = RankError(f"{self.where}, in {stage}: {reasons}")
+        self._linger()
         return self.failure
 
-    def _failures(self) -> dict[int, str]:
-        if not self._get("failed"):
-            return {}
-        texts = {rank: self._get(f"failed/{rank}") for rank in self._others()}
-        return {rank: text for rank, text in texts.items() if text}
-
-    def _roll_call(self, reason: str) -> dict[int, str]:
-        """Which ranks are not there, after each that is has said so."""
-        self._set(f"here/{self.rank}", self.where)
-        time.sleep(ROLL_CALL_SECONDS)
-        if failures := self._failures():
-            return failures
-        missing = [rank for rank in self._others() if not self._get(f"here/{rank}")]
-        return dict.fromkeys(missing or self._others(), reason)
-
     def _linger(self) -> None:
-        """This process may hold the store: all must have read of a failure before it ends."""
-        time.sleep(3 * POLL_SECONDS)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
-    # The process that holds the store may be the one that died; then nothing can be said or heard.
-
-    def _set(self, key: str, value: str) -> None:
+        """This process may hold the store: it must not end before all ranks have read of the failure."""
+        monitor = self._monitor
+        if monitor is None or not self._rank_holds_store or self.rank != 0:
+            return
+        ends = time.monotonic() + TICKS_PER_BEAT * monitor.tick_seconds
         try:
-            if self._store is not None:
-                self._store.set(key, value)
-        except RuntimeError:
-            self._store = None
-
-    def _get(self, key: str) -> str:
-        try:
-            if self._store is not None and self._store.check([key]):
-                return self._store.get(key).decode(errors="replace")
-        except RuntimeError:
-            self._store = None
-        return ""
+            while time.monotonic() < ends and not monitor.has_everyone_heard(REPORT_SECONDS):
+                time.sleep(POLL_SECONDS)
+        except StoreLostError:
+            return
 
 
 def describe(error: BaseException) -> str:

@@ -4,22 +4,22 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Protocol
 from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from nestpipe.device.streams import Streams, device_of_rank, full_device, has_streams
 from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
+from nestpipe.distributed.link import Link
+from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.watch import Watch
 
-START_SECONDS = 120
-"""how long ranks may take to find each other"""
+NUM_GROUPS = 5
+"""gloo groups of a world, each with a connection to every other rank; see docs/distributed.md"""
 
 
 class Reduction(Protocol):
@@ -41,31 +41,47 @@ class World:
         device: torch.device | str = "cpu",
         backend: str = "gloo",
         has_issuer: bool | None = None,
+        stall_seconds: float = 600.0,
+        link: Link | None = None,
     ) -> None:
         """backend: gloo, or nccl, which carries what is in device memory. has_issuer: whether one thread issues all
-        collectives of rows and dense gradients, in schedule order; None: if the backend needs it."""
+        collectives of rows and dense gradients, in schedule order; None: if the backend needs it.
+
+        timeout_seconds: a rank that shows no sign of life for as long ends the run. stall_seconds: so does one that
+        lives but makes no progress. link: to the other ranks; None: torch.distributed has been initialised, and leads
+        to them.
+        """
         self.rank = rank
         self.size = size
         self.device = full_device(device)
         """of the model and of the rows in training"""
         self.streams = Streams(self.device)
-        store = PrefixStore("nestpipe", _get_default_store()) if size > 1 else None
-        self.watch = Watch(rank, size, store, timeout_seconds)
         self.backend = backend
+        if size > 1 and link is None:
+            link = _link(rank, size, timeout_seconds, stall_seconds)
+        self._link = link
+        self.watch = link.watch if link is not None else Watch(rank, size, None, timeout_seconds, stall_seconds)
         needs_issuer = backend == "nccl" if has_issuer is None else has_issuer
         self.issuer = Lane("issuer") if size > 1 and needs_issuer else None
         """the one thread that issues collectives of device memory; None: each lane issues its own"""
         self.route = self._channel("route")
         self.rows = self._channel("row exchange", is_on_device=True)
         self.gradients = self._channel("gradient return", is_on_device=True)
-        self.dense = self._channel("dense reduction", is_on_device=True)
-        self.evaluate = self._channel("evaluation")
-        self.control = self._channel("agreement")
+        self.dense = self._channel("dense reduction", is_on_device=True, needs_host=True)
+        # Both are used by the caller's thread only, so they may share a group, and a lane that keeps their order.
+        group, lane = link.group if link is not None else None, Lane("agreement")
+        self.evaluate = Channel("evaluation", self.watch, group, self.streams, lane)
+        self.control = Channel("agreement", self.watch, group, self.streams, lane)
         self._reductions: list[ReferenceType[Reduction]] = []
+        if link is not None:
+            link.settle()
 
     @staticmethod
     def from_environment(
-        timeout_seconds: float = 25.0, device: torch.device | str = "cpu", backend: str = "auto"
+        timeout_seconds: float = 25.0,
+        device: torch.device | str = "cpu",
+        backend: str = "auto",
+        stall_seconds: float = 600.0,
     ) -> "World":
         """The ranks that torchrun, or whoever set its variables, has started; a world of one if nobody has."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -73,15 +89,14 @@ class World:
         if size == 1:
             choose_backend(backend, [device_place(device)])  # refuses one that is not to be had here
             return World(device=device)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
-        places = [""] * size
-        dist.all_gather_object(places, device_place(device))
-        return World(dist.get_rank(), size, timeout_seconds, device, choose_backend(backend, places))
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+        link = _link(rank, size, timeout_seconds, stall_seconds)
+        chosen = choose_backend(backend, link.gather(device_place(device)))
+        return World(rank, size, timeout_seconds, device, chosen, link=link)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around long work of one rank (compiling, reading a large file): the others wait longer than the timeout."""
+        """Around long work of one rank, for messages. The others wait for it, with or without this."""
         with self.watch.busy():
             yield
 
@@ -98,20 +113,32 @@ class World:
             alive[i].complete()
 
     def close(self) -> None:
-        if self.size > 1 and self.watch.failure is None:
+        """Ends the threads of this world, and its groups. After a failure no other rank is waited for."""
+        if self._link is None:
+            return
+        if self.watch.failure is None:
             for channel in (self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control):
                 channel.close()
             if dist.is_initialized():
-                dist.destroy_process_group()
+                lane = Lane("end")
+                self.watch.wait(lane.submit(dist.destroy_process_group), "the end")
+                lane.close()
+        self._link.end()
 
-    def _channel(self, name: str, is_on_device: bool = False) -> Channel:
-        group, lane, device_group = self._group("gloo"), None, None
+    def _channel(self, name: str, is_on_device: bool = False, needs_host: bool = False) -> Channel:
+        lane, device_group = None, None
         if is_on_device and self.issuer is not None:
             lane = self.issuer
             if self.backend == "nccl" or not has_streams(self.device):  # gloo cannot take what is on a device
                 device_group = self._group(self.backend)
+        group = self._group("gloo") if device_group is None or needs_host else None
         return Channel(name, self.watch, group, self.streams, lane, device_group)
 
     def _group(self, backend: str) -> dist.ProcessGroup | None:
-        # The watch decides how long to wait, by the main thread's clock; the backend's own limit must not come first.
-        return dist.new_group(backend=backend, timeout=timedelta(days=1)) if self.size > 1 else None
+        return self._link.new_group(backend) if self._link is not None else None
+
+
+def _link(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> Link:
+    check_open_files(size, NUM_GROUPS, holds_store=rank == 0)
+    make = Link if dist.is_initialized() else Link.from_environment
+    return make(rank, size, timeout_seconds, stall_seconds)

@@ -87,7 +87,7 @@ class Executor:
                 continue
             with self._trace.span(stage):  # on a device its stream may have to wait, even if this thread has not
                 for pending in late:
-                    wait_for(self._watch.wait(pending, stage, is_remote=stage in REMOTE))  # raises what it raised
+                    wait_for(self._watch.wait(pending, stage, self._is_remote(stage)))  # raises what it raised
         self._forget_done(op.batch)
 
     def drain(self) -> None:
@@ -95,7 +95,7 @@ class Executor:
         errors: list[Exception] = []
         for name, pending in list(self._pending.items()):
             try:
-                wait_for(self._watch.wait(pending, name[0], is_remote=name[0] in REMOTE))
+                wait_for(self._watch.wait(pending, name[0], self._is_remote(name[0])))
             except Exception as error:
                 errors.append(error)
         self._pending.clear()
@@ -109,11 +109,19 @@ class Executor:
         wait(host)
         self._pending.clear()
 
+    def release(self) -> None:
+        """Lets the lanes end by themselves, for a world that has failed; waits for none of them."""
+        self._is_abandoned = True
+
     def close(self) -> None:
         """Ends the lanes' threads, those that have done all they were handed; one stuck in a reader ends by itself."""
         for lane in self._lanes.values():
             lane.close(timeout_seconds=0.1 if self._is_abandoned else None)
         self._lanes.clear()
+
+    def _is_remote(self, stage: str) -> bool:
+        """With an issuer a lane may wait for its device, which waits for other ranks, whatever the stage."""
+        return stage in REMOTE or self._issuer is not None
 
     def _play(self, op: Op) -> None:
         if op.lane == COMPUTE:
@@ -147,7 +155,7 @@ class Executor:
             with self._streams.of(op.lane):
                 for moment in (compute, *(pending.result() for pending in before)):
                     wait_for(moment)
-                with self._trace.lane_span(op):
+                with self._trace.lane_span(op), self._watch.doing(op.stage, op.stage in REMOTE):
                     self._actions[op.stage](op)
                 return mark(self._device)
         except BaseException as error:

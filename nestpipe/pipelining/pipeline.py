@@ -8,8 +8,8 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import finish_all
-from nestpipe.distributed import World
+from nestpipe.device.streams import finish_all, has_streams
+from nestpipe.distributed import Lane, World
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.embedding.table import Feature, Table, tables_of
@@ -222,7 +222,9 @@ class Pipeline:
         the process. A rank alone that gives up does not wait for its reader, either."""
         if self.memory is not None:
             self.memory.end()
-        if self.world.watch.failure is not None:
+        watch = self.world.watch
+        if watch.failure is not None:
+            self.executor.release()
             self.stages.close()  # so that the next run names the lost ranks, not this one
             return
         try:
@@ -232,18 +234,38 @@ class Pipeline:
             else:
                 self._leave_step()
                 self.executor.drain()
-        finally:
-            self.is_torn = self.stages.is_torn()
-            try:
-                if not self.is_torn:
-                    self.stages.flush()
-            finally:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: lanes may be in collectives that cannot end any more
+                watch.report(error)
+            if watch.failure is not None:
+                self.executor.release()
                 self.stages.close()
-            self._hear()
-            self.executor.close()
-            self.untrained = self.stages.untrained()
-            finish_all(self.world.device)  # the next run may get the memory of this one
-            self.trace.settle()
+            else:
+                self._settle()
+            raise
+        self._settle()
+
+    def _settle(self) -> None:
+        self.is_torn = self.stages.is_torn()
+        try:
+            if not self.is_torn:
+                self.stages.flush()
+        finally:
+            self.stages.close()
+        self._hear()
+        self.executor.close()
+        self.untrained = self.stages.untrained()
+        self._finish_device()  # the next run may get the memory of this one
+        self.trace.settle()
+
+    def _finish_device(self) -> None:
+        device = self.world.device
+        if self.world.size == 1 or not has_streams(device):
+            finish_all(device)
+        else:  # the device may be in a collective that a lost rank never joins
+            lane = Lane("device")
+            self.world.watch.wait(lane.submit(lambda: finish_all(device)), "the end of the run")
+            lane.close()
 
     def _device_memory(self, budget_bytes: int | None, schedule: str) -> DeviceMemory | None:
         if budget_bytes is None:

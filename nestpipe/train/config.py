@@ -207,7 +207,8 @@ class RuntimeSection:
 
 @dataclass(frozen=True)
 class DistributedSection:
-    timeout_seconds: float = key(25.0, "after which a rank that does not answer is given up", above=0)
+    timeout_seconds: float = key(25.0, "without a sign of life, after which a rank is given up", above=0)
+    stall_seconds: float = key(600.0, "without any progress, after which a rank that others wait for hangs", above=0)
     backend: str = key("auto", "of device memory; auto: nccl if each rank has a device of its own", choices=BACKENDS)
 
 

@@ -110,8 +110,6 @@ class Trainer:
         _check_device(model, self.world.device)
         self.autocast = autocast
         self._forward = torch.compile(model, dynamic=True) if compiled else model
-        self._is_compiling = compiled or has_streams(self.world.device)
-        """in the first step of this process: it may take minutes"""
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.seed = seed
@@ -170,7 +168,8 @@ class Trainer:
         if self.check_split:
             split = self._num_micro_batches, self._clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
-            check.first_batch(source, steps)
+            with self.world.watch.doing("the split check"):
+                check.first_batch(source, steps)
         num_before, num_skipped, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
@@ -198,7 +197,7 @@ class Trainer:
                         if self._is_stopped_by(due, result):
                             pipeline.stop()
                     if after_step is not None:
-                        with pipeline.trace.span("other"):
+                        with pipeline.trace.span("other"), self.world.watch.doing("after_step"):
                             after_step(result)
         finally:
             self._pipeline = None
@@ -220,7 +219,8 @@ class Trainer:
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
         """Whether one of them, on any rank, ends the training: all ranks must leave the loop at the same step."""
-        answers = [callback(self, result) for callback in due]
+        with self.world.watch.doing("callbacks"):
+            answers = [callback(self, result) for callback in due]
         num_stops = torch.tensor([int(any(answers))])
         self.world.control.all_reduce_sum(num_stops)
         result.is_stopped = bool(num_stops.any())
@@ -318,14 +318,13 @@ class Trainer:
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
         losses: list[Tensor] = []
         for micro_batch in step:
-            with self.world.busy() if self._is_compiling else nullcontext():
+            with self.world.watch.doing("forward and backward"):  # it may be compiled in there, at any step
                 with self.precision():
                     sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
                 loss = _sum([_divided(value, step.weights[name]) for name, value in sums.items()])
                 with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
                     loss.backward()
             losses.append(loss.detach())
-        self._is_compiling = False
         total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
         self.reducer.finish(step, total)
         scale = self._clip(step)

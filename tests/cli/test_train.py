@@ -193,7 +193,7 @@ def test_how_a_run_ends(kind: str) -> None:
     _, err = process.communicate(timeout=30)
     assert time.perf_counter() - started < 15
     assert process.returncode == {"interrupted": 130, "killed": 1, "stopped": 1}[kind], err
-    text = {"interrupted": "interrupted (Ctrl-C)", "killed": "rank 1 failed: its connection was closed, it has died"}
+    text = {"interrupted": "interrupted (Ctrl-C)", "killed": "rank 1 failed: it was killed by SIGKILL"}
     assert text.get(kind, "rank 1 failed") in err
     for rank in ranks:
         with pytest.raises(ProcessLookupError):

@@ -1,17 +1,23 @@
-"""A rank that raises in the middle of a step, is killed, interrupted, or hangs: every other rank says so, in time.
+"""A rank that raises in the middle of a step, is killed, interrupted, stopped, or hangs: every other rank says so, in
+time.
 
-Fails, for example, if Pipeline.__exit__ does not report an error, or if Watch.wait does not look at the clock.
+Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._judge_silence or _judge_stall does not
+publish.
 """
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
+from threading import Timer
 
 import pytest
 
 from nestpipe import World
 from nestpipe.distributed import RankError
+from nestpipe.pipelining.schedule import Op
+from nestpipe.pipelining.stages import Stages
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_fragile_ranks
 from tests.schedules import NESTED
@@ -19,6 +25,7 @@ from tests.schedules import NESTED
 CASE = Case("adagrad", "pooled_sum", 2, steps=6)
 BAD_STEP = 3
 TIMEOUT_SECONDS = 3.0
+STALL_SECONDS = 2.0
 
 
 def misbehave(kind: str) -> None:
@@ -28,12 +35,15 @@ def misbehave(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "interrupted":
         os.kill(os.getpid(), signal.SIGINT)
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
 
 def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[str, str, float, str]:
     """What was raised, its text, how long after the last good step, and what a second fit then says."""
     world.watch.timeout_seconds = TIMEOUT_SECONDS
+    world.watch.stall_seconds = STALL_SECONDS
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     forward, started = trainer.model.forward, time.perf_counter()
 
@@ -61,20 +71,31 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
     return type(raised).__name__, str(raised), seconds, again
 
 
+CASES = {
+    "raises": ("KeyError", "KeyError: 'no such layer'", 3.0),
+    "interrupted": ("KeyboardInterrupt", "it was interrupted .Ctrl-C.", 3.0),
+    "killed": (None, "its connection was closed, it has died", 6.0),
+    "hangs": (None, "no progress for . s, it hangs .step 3, in forward and backward.", STALL_SECONDS + 5),
+    "stopped": (None, "no sign of life for . s: it is stopped, or cut off", TIMEOUT_SECONDS + 3),
+}
+"""by kind: the bad rank's own error, what others say of it, and within how many seconds"""
+HOLDER_STOPPED = "it holds the ranks' store, which has not answered for . s: that process is stopped, or cut off"
+
+
 @pytest.mark.parametrize("schedule", NESTED)
-@pytest.mark.parametrize(("size", "bad_rank"), [*(pytest.param(2, r, marks=pytest.mark.slow) for r in (1, 0)), (3, 1)])
 @pytest.mark.parametrize(
-    ("kind", "own_error", "text", "most_seconds"),
+    ("kind", "size", "bad_rank"),
     [
-        ("raises", "KeyError", "KeyError: 'no such layer'", 3),
-        ("interrupted", "KeyboardInterrupt", "it was interrupted (Ctrl-C)", 3),
-        ("killed", None, "its connection was closed, it has died", 5),
-        ("hangs", None, "no answer for 3 s, it hangs", TIMEOUT_SECONDS + 5),
+        *((kind, 3, 1) for kind in CASES),
+        ("stopped", 3, 0),
+        *(pytest.param(kind, 2, r, marks=pytest.mark.slow) for r in (1, 0) for kind in CASES),
     ],
 )
-def test_every_rank_says_so(
-    schedule: str, size: int, bad_rank: int, kind: str, own_error: str | None, text: str, most_seconds: float
-) -> None:
+def test_every_rank_says_so(schedule: str, kind: str, size: int, bad_rank: int) -> None:
+    """On 0.1, with rank 0 stopped, the others wait for ever: it holds the store that they ask."""
+    own_error, text, most_seconds = CASES[kind]
+    if kind == "stopped" and bad_rank == 0:
+        text = HOLDER_STOPPED
     num_results = size if own_error else size - 1
     results = run_fragile_ranks(size, lose_a_rank, kind, bad_rank, schedule, num_results=num_results)
     assert len(results) == num_results
@@ -85,18 +106,57 @@ def test_every_rank_says_so(
             assert name == own_error
         else:
             assert name == "RankError", message
-            assert f"rank {bad_rank} failed: {text}" in message
+            assert re.search(f"rank {bad_rank} failed: {text}", message), message
             assert message.startswith(f"step {BAD_STEP}, in ")
 
 
-def wait_for_a_busy_rank(world: World) -> int:
-    world.watch.timeout_seconds = 1.0
-    if world.rank == 1:
-        with world.busy():
-            time.sleep(4)
-    return len(world.control.share_text("here"))
+def interrupt_beside_a_stopped_holder(world: World) -> tuple[str, float]:
+    """Rank 0 holds the store, and stops; rank 1 gets a Ctrl-C long before its timeout."""
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.perf_counter()
+    try:
+        with world.watch.reporting():
+            world.control.share_text("here")
+        name = "nothing"
+    except BaseException as error:
+        name = type(error).__name__
+    return name, time.perf_counter() - started
 
 
-def test_heartbeats_are_waited_for() -> None:
-    """Fails if Watch.wait compares the beats with themselves."""
-    assert run_fragile_ranks(2, wait_for_a_busy_rank, num_results=2) == {0: 2, 1: 2}
+def test_interrupted_while_the_store_is_dead() -> None:
+    """Fails if Watch.report waits for the store without a limit. On 0.1 the main thread is deaf inside a request."""
+    ((name, seconds),) = run_fragile_ranks(2, interrupt_beside_a_stopped_holder, num_results=1).values()
+    assert name == "KeyboardInterrupt"
+    assert seconds < 8
+
+
+def interrupt_the_final_drain(world: World) -> tuple[str, str, float]:
+    """Rank 1 gets a Ctrl-C while a write-back that takes long is all that is left."""
+    trainer = make_trainer(world, replace(CASE, schedule="inter"))
+    write_back = Stages.write_back
+
+    def slow(stages: Stages, op: Op) -> None:
+        if op.batch == CASE.steps - 1 and world.rank == 1:
+            Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(20)
+        write_back(stages, op)
+
+    Stages.write_back = slow
+    started = time.perf_counter()
+    try:
+        trainer.fit(share_of(global_batches(CASE.steps), world), CASE.steps)
+        world.control.share_text("here")
+        raised: BaseException = AssertionError("nothing was raised")
+    except BaseException as error:
+        raised = error
+    return type(raised).__name__, str(raised), time.perf_counter() - started
+
+
+def test_interrupted_in_the_final_drain() -> None:
+    """Fails if Pipeline._end settles after a Ctrl-C: it joins a lane that may wait for others. So it does on 0.1."""
+    results = run_fragile_ranks(2, interrupt_the_final_drain, num_results=2)
+    assert results[1][0] == "KeyboardInterrupt"
+    assert "rank 1 failed: it was interrupted (Ctrl-C)" in results[0][1]
+    assert max(seconds for *_, seconds in results.values()) < 12

@@ -1,0 +1,162 @@
+"""How a rank finds the others: the store, the watch over it, and groups that are made while the watch looks on."""
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from nestpipe.distributed.lane import Lane, wait_for_lanes
+from nestpipe.distributed.monitor import POLL_SECONDS, TextStore
+from nestpipe.distributed.sockets import Sockets
+from nestpipe.distributed.watch import START_SECONDS, LostConnectionError, Watch
+
+T = TypeVar("T")
+
+UNLIMITED = timedelta(days=1)
+"""of torch's own timeouts: the watch decides how long to wait, and must come first"""
+END_SECONDS = 2.0
+"""how long the end of a process waits for threads that are still at work"""
+REMEDY = (
+    "see that rank 0, or whoever starts the ranks, runs, and that MASTER_ADDR and MASTER_PORT name its host and port"
+)
+_open_links: "set[Link]" = set()
+_num_links = 0
+
+
+class Link:
+    """The connections of one world, and the threads behind them, until it is closed or the process ends.
+
+    Groups are made in a thread of the link: the caller's thread waits for it with the watch, open to Ctrl-C.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        stall_seconds: float,
+        connect: Callable[[], Store] | None = None,
+    ) -> None:
+        """connect: gives the store through which ranks find each other; None: it is that of torch's default group."""
+        self.size = size
+        self.watch = Watch(rank, size, None, timeout_seconds, stall_seconds)
+        self.process = os.getpid()
+        self._sockets = Sockets()
+        self._lane = Lane("link")
+        _open_links.add(self)
+        self._store = self._within(START_SECONDS, connect or _get_default_store)
+        # The monitor has a connection of its own: whoever waits in the first one would keep it from being used.
+        own = self._within(START_SECONDS, self._store.clone)  # type: ignore[attr-defined]
+        texts = cast(TextStore, PrefixStore(_next_prefix(), own))
+        self.watch = Watch(rank, size, texts, timeout_seconds, stall_seconds)
+        self.group: dist.ProcessGroup = self._default_group(rank) if connect is not None else self.new_group("gloo")
+        """of host memory, for whatever is not told to use another one"""
+
+    @staticmethod
+    def from_environment(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> "Link":
+        """Connects to the store that the environment names, and makes torch's default group."""
+        return Link(rank, size, timeout_seconds, stall_seconds, lambda: _connect(rank, size))
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
+        return group
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text."""
+        texts = [""] * self.size
+        self._run(lambda: dist.all_gather_object(texts, text, group=self.group))
+        return texts
+
+    def settle(self) -> None:
+        """All groups are made."""
+        self._sockets.settle()
+        self._lane.close(POLL_SECONDS)
+
+    def end(self) -> None:
+        """Ends the monitor, and after a failure also the threads that wait for ranks that are lost."""
+        _open_links.discard(self)
+        is_idle = self.watch.stop(END_SECONDS) and wait_for_lanes(0.0)
+        if not is_idle or self.watch.failure is not None:
+            self._sockets.shut_down()
+            wait_for_lanes(END_SECONDS)
+            self.watch.stop(END_SECONDS)
+
+    def _default_group(self, rank: int) -> dist.ProcessGroup:
+        def make() -> None:
+            store = PrefixStore(f"{prefix_of(0)}/default_pg", self._store)  # not that of an earlier start
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=UNLIMITED)
+
+        self._run(make)
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Does something that connects ranks; raises what the watch finds out meanwhile."""
+
+        def guarded() -> T:
+            try:
+                return work()
+            except RuntimeError as error:
+                raise LostConnectionError(str(error)) from error
+
+        return self.watch.wait(self._lane.submit(guarded), "connecting")
+
+    def _within(self, limit_seconds: float, work: Callable[[], T]) -> T:
+        """While there is no watch yet."""
+        pending = self._lane.submit(work)
+        store = f"the ranks' store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        ends = time.monotonic() + limit_seconds
+        while not wait([pending], POLL_SECONDS).done:
+            if time.monotonic() > ends:
+                raise ConnectionError(f"{store} has not answered within {limit_seconds:.0f} s; {REMEDY}")
+        if isinstance(error := pending.exception(), RuntimeError):
+            raise ConnectionError(f"{store} cannot be reached: {error}; {REMEDY}") from error
+        return pending.result()
+
+
+def _connect(rank: int, size: int) -> Store:
+    """As torch's env:// does, but does not wait for all ranks here: the watch can say who is missing."""
+    is_held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0 and not is_held_elsewhere,
+        timeout=timedelta(seconds=START_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=not is_held_elsewhere,
+    )
+
+
+def prefix_of(number: int) -> str:
+    """Each world of a process has its own keys, and so has each start of the ranks: torchrun may keep its store."""
+    return f"nestpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
+
+
+def _next_prefix() -> str:
+    """All ranks make their worlds in the same order."""
+    global _num_links
+    _num_links += 1
+    return prefix_of(_num_links)
+
+
+@atexit.register
+def _end_links() -> None:
+    """What ends the process, if it is an error, is told to the other ranks: they may wait for this one."""
+    error = getattr(sys, "last_value", None)
+    for link in list(_open_links):
+        if os.getpid() != link.process:
+            continue  # a fork: it has neither the threads nor the right to close the connections
+        if isinstance(error, BaseException):
+            link.watch.report(error)
+        link.end()
+    wait_for_lanes(END_SECONDS)

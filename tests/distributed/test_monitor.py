@@ -1,0 +1,128 @@
+"""What the monitors of many ranks ask of their store, and what they conclude; here the store is a dictionary."""
+
+import time
+from collections import Counter
+from threading import Event, Lock
+
+import pytest
+
+from nestpipe.distributed.activity import Activity
+from nestpipe.distributed.monitor import Monitor, StoreLostError
+
+NUM_RANKS = 64
+
+
+class CountingStore:
+    """Counts requests by rank; holds them back while `answers` is cleared, or for ever if the rank is in `lost`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.num_requests: Counter[int] = Counter()
+        self.answers = Event()
+        self.answers.set()
+        self.lost: set[int] = set()
+        self._lock = Lock()
+
+    def of_rank(self, rank: int) -> "RankStore":
+        return RankStore(self, rank)
+
+
+class RankStore:
+    def __init__(self, store: CountingStore, rank: int) -> None:
+        self.store = store
+        self.rank = rank
+
+    def _count(self) -> dict[str, bytes]:
+        with self.store._lock:
+            self.store.num_requests[self.rank] += 1
+        self.store.answers.wait()
+        while self.rank in self.store.lost:
+            time.sleep(0.01)
+        return self.store.values
+
+    def set(self, key: str, value: str) -> None:
+        self._count()[key] = value.encode()
+
+    def append(self, key: str, value: str) -> None:
+        values = self._count()
+        with self.store._lock:
+            values[key] = values.get(key, b"") + value.encode()
+
+    def add(self, key: str, amount: int) -> int:
+        values = self._count()
+        with self.store._lock:
+            values[key] = str(int(values.get(key, b"0")) + amount).encode()
+            return int(values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._count() for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._count()
+        return [values[key] for key in keys]
+
+
+def start(store: CountingStore, num_ranks: int, timeout_seconds: float, stall_seconds: float = 600.0) -> list[Monitor]:
+    monitors = [
+        Monitor(rank, num_ranks, store.of_rank(rank), Activity(), timeout_seconds, stall_seconds)
+        for rank in range(num_ranks)
+    ]
+    until(lambda: all(monitor.is_complete for monitor in monitors))
+    return monitors
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def stop(monitors: list[Monitor]) -> None:
+    for monitor in monitors:
+        monitor.stop(0.0)
+    assert all(monitor.stop(5.0) for monitor in monitors)
+
+
+def test_one_request_a_second_and_rank() -> None:
+    """Fails if Monitor._tick also reads when it writes. On 0.1 each waiting rank asks for the keys of all others."""
+    store = CountingStore()
+    monitors = start(store, NUM_RANKS, timeout_seconds=5.0)  # not the default: for more ticks in less time
+    store.num_requests.clear()
+    started = time.monotonic()
+    time.sleep(3)
+    passed = time.monotonic() - started
+    assert max(store.num_requests.values()) <= passed / monitors[0].tick_seconds + 1
+    assert not any(monitor.failures for monitor in monitors)
+    monitors[5].publish({5: "KeyError: 'no such layer'"}, 5.0)
+    until(lambda: all(monitor.failures == {5: "KeyError: 'no such layer'"} for monitor in monitors), 5.0)
+    monitors[0].timeout_seconds = 25.0
+    assert monitors[0].tick_seconds == 1.0
+    stop(monitors)
+
+
+def test_a_whole_host_that_goes_silent() -> None:
+    """Ranks that watch each other are lost together. Fails if Monitor._judge_silence names the next rank only."""
+    store = CountingStore()
+    monitors = start(store, 6, timeout_seconds=2.0)
+    store.lost = {2, 3, 4}
+    others = [monitors[rank] for rank in (0, 1, 5)]
+    until(lambda: all(set(monitor.failures) == {2, 3, 4} for monitor in others), 8.0)
+    assert all("no sign of life for 2 s" in text for text in monitors[0].failures.values())
+    store.lost = set()
+    stop(monitors)
+
+
+def test_a_store_that_does_not_answer_for_a_while() -> None:
+    """Whoever asks is told in time; and nothing is concluded of ranks, which could not write either. Fails if
+    Monitor.ask does not look at the clock."""
+    store = CountingStore()
+    monitors = start(store, 3, timeout_seconds=1.0)
+    store.answers.clear()
+    with pytest.raises(StoreLostError, match=r"has not answered for 0\.5 s"):
+        monitors[0].beats(limit_seconds=0.5)
+    time.sleep(1.0)
+    store.answers.set()
+    time.sleep(0.5)
+    assert not any(monitor.failures for monitor in monitors)
+    stop(monitors)

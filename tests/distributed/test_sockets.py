@@ -1,0 +1,88 @@
+"""How many sockets a rank has, and what happens when it may not have as many."""
+
+import os
+import resource
+import socket
+import time
+
+import pytest
+
+from nestpipe import World
+from nestpipe.distributed.sockets import Sockets, _open_sockets, check_open_files
+from nestpipe.distributed.world import NUM_GROUPS
+from tests.ranks import _CONTEXT, run_ranks
+
+
+def num_connections(world: World) -> int:
+    """Of this process to others, apart from those to the store and to the test."""
+    port, num = int(os.environ["MASTER_PORT"]), 0
+    for descriptor, _ in _open_sockets():
+        with socket.socket(fileno=os.dup(descriptor)) as found:
+            try:
+                num += port not in (found.getsockname()[1], found.getpeername()[1])
+            except OSError:  # a listener
+                continue
+    world.control.share_text("")  # no rank leaves, and closes connections, before all have counted
+    return num
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sockets_of_a_peer(size: int) -> None:
+    """docs/distributed.md says how many. On 0.1 there are 7 a peer. Fails if evaluation gets a group of its own."""
+    assert NUM_GROUPS == 5
+    assert run_ranks(size, num_connections) == [5 * (size - 1)] * size
+
+
+def start_with_few_files(results) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK="0", WORLD_SIZE="100")
+    started = time.monotonic()
+    try:
+        World.from_environment()
+    except OSError as error:
+        results.put((str(error), time.monotonic() - started))
+
+
+def test_too_few_open_files() -> None:
+    """Fails if from_environment does not check: the ranks then wait for each other. So they do on 0.1."""
+    results = _CONTEXT.Queue()
+    rank = _CONTEXT.Process(target=start_with_few_files, args=(results,))
+    rank.start()
+    try:
+        text, seconds = results.get(timeout=30)
+    finally:
+        rank.kill()
+    assert "a rank among 100 keeps 5 connections to each of the others" in text
+    assert "may have only 90; allow more before the start: `ulimit -n " in text
+    assert seconds < 10
+
+
+def test_the_soft_limit_is_raised() -> None:
+    """Fails if check_open_files refuses what the hard limit allows."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        check_open_files(60, NUM_GROUPS, holds_store=True)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 5 * 59
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_only_own_connections_are_shut_down() -> None:
+    """Not those from before, and no listener. Fails if Sockets.shut_down takes every socket."""
+    earlier, its_peer = socket.socketpair()
+    sockets = Sockets()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        sockets.settle()
+        later, peer_of_later = socket.socketpair()
+        sockets.shut_down()
+        assert own.recv(1) == b""
+        for one, other in ((earlier, its_peer), (later, peer_of_later)):
+            one.send(b"x")
+            assert other.recv(1) == b"x"
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+    for connection in (earlier, its_peer, own, accepted, later, peer_of_later):
+        connection.close()

@@ -1,0 +1,85 @@
+"""A rank that is slow is waited for, however long, as long as it gets anywhere; ranks that wait for each other are not.
+
+Fails if Monitor._run writes a heartbeat only once.
+"""
+
+import time
+from collections.abc import Iterator
+
+from nestpipe import Batch, World
+from nestpipe.distributed import RankError
+from tests.exactness.cases import Case, global_batches, make_trainer, share_of
+from tests.ranks import run_fragile_ranks
+
+CASE = Case("adagrad", "pooled_sum", 2, steps=6, schedule="nested")
+TIMEOUT_SECONDS = 1.0
+SLOW_SECONDS = 1.6
+
+
+def slow(batches: list[Batch]) -> Iterator[Batch]:
+    """Takes long for the first batch, which the split check pulls, and for another one."""
+    for number, batch in enumerate(batches):
+        if number in (0, 4):
+            time.sleep(SLOW_SECONDS)
+        yield batch
+
+
+def train_slowly(world: World) -> tuple[int, list[str]]:
+    """Rank 1 is slow in its reader, in a forward that compiles anew, as it were, in after_step and in a callback."""
+    world.watch.timeout_seconds = TIMEOUT_SECONDS
+    trainer = make_trainer(world, CASE)
+    forward, places = trainer.model.forward, []
+
+    def rest(place: str) -> None:
+        if world.rank == 1 and place not in places:
+            places.append(place)
+            time.sleep(SLOW_SECONDS)
+
+    def slow_forward(embeddings, inputs):
+        if trainer.num_steps == 2:
+            rest("forward")
+        return forward(embeddings, inputs)
+
+    def slow_callback(trainer, result) -> bool:
+        rest("callback")
+        return False
+
+    slow_callback.every = 5
+    trainer.model.forward = slow_forward
+    batches = share_of(global_batches(CASE.steps), world)
+    trainer.fit(
+        slow(batches) if world.rank == 1 else batches,
+        after_step=lambda result: rest("after_step"),
+        callbacks=[slow_callback],
+    )
+    with world.busy():
+        rest("busy")
+    world.control.share_text("here")
+    return trainer.num_steps, places
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    """On 0.1 rank 0 says of the reader: no answer for 1 s, it hangs."""
+    results = run_fragile_ranks(2, train_slowly, num_results=2)
+    assert results == {0: (6, []), 1: (6, ["after_step", "forward", "callback", "busy"])}
+
+
+def meet_elsewhere(world: World) -> tuple[str, str]:
+    """The ranks' collectives do not fit together: each waits in another channel."""
+    world.watch.timeout_seconds, world.watch.stall_seconds = 3.0, 1.5
+    channel = world.control if world.rank == 0 else world.route
+    try:
+        channel.share_text("here")
+    except RankError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    """Fails if Monitor._judge_stall looks only at ranks that do not wait."""
+    results = run_fragile_ranks(2, meet_elsewhere, num_results=2)
+    for rank, (other, place) in enumerate([(1, "at the start, in route"), (0, "at the start, in agreement")]):
+        name, text = results[rank]
+        assert name == "RankError"
+        assert f"rank {other} failed: no progress for " in text
+        assert f"it hangs ({place})" in text
