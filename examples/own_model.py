@@ -44,7 +44,7 @@ def batches(rank: int, num_batches: int, size: int = 64):
 def main(steps: int = 150) -> float:
     world = nestpipe.World.from_environment()
     torch.manual_seed(0)  # the same dense parameters on every rank
-    model = Ranker()
+    model = Ranker().to(world.device)
     adam = torch.optim.Adam(model.parameters(), 1e-2)
     reducer = nestpipe.DenseReducer(model, world)
     with nestpipe.pipeline(features, batches(world.rank, steps), world=world, num_micro_batches=4) as pipeline:

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rate")
     parser.add_argument("--burst-bytes", type=int)
     options = parser.parse_args()
-    world = World.from_environment()
+    world = World.from_environment(device="cpu")
     bench = Bench(QUICK if options.quick else Size(), world)
     for record in bench.records(options.rate, options.burst_bytes):
         if world.rank == 0:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -10,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from nestpipe.device.streams import Streams, device_of_rank, full_device, has_streams
+from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, has_streams
 from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
@@ -79,20 +80,38 @@ class World:
     @staticmethod
     def from_environment(
         timeout_seconds: float = 25.0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         backend: str = "auto",
         stall_seconds: float = 600.0,
     ) -> "World":
-        """The ranks that torchrun, or whoever set its variables, has started; a world of one if nobody has."""
+        """The ranks that torchrun, or another launcher that sets its variables, has started; otherwise a world of one.
+
+        device: None takes the accelerator if there is one. What was found is printed once, by rank 0.
+        """
+        global _of_environment
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        device = device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))))
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        own_device = device_of_rank(default_device() if device is None else device, local_rank)
         if size == 1:
-            choose_backend(backend, [device_place(device)])  # refuses one that is not to be had here
-            return World(device=device)
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-        link = _link(rank, size, timeout_seconds, stall_seconds)
-        chosen = choose_backend(backend, link.gather(device_place(device)))
-        return World(rank, size, timeout_seconds, device, chosen, link=link)
+            choose_backend(backend, [device_place(own_device)])  # refuses one that is not to be had here
+            world = World(device=own_device)
+        else:
+            rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+            link = _link(rank, size, timeout_seconds, stall_seconds)
+            chosen = choose_backend(backend, link.gather(device_place(own_device)))
+            world = World(rank, size, timeout_seconds, own_device, chosen, link=link)
+            _of_environment = ref(world)
+        if device is None:
+            _print_once(world)
+        return world
+
+    @staticmethod
+    def given_or_found(world: "World | None") -> "World":
+        """The given world; for None the environment's: the one that this process has already, or a new one."""
+        if world is not None:
+            return world
+        known = _of_environment() if _of_environment is not None else None
+        return known if known is not None else World.from_environment()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -114,8 +133,11 @@ class World:
 
     def close(self) -> None:
         """Ends the threads of this world, and its groups. After a failure no other rank is waited for."""
+        global _of_environment
         if self._link is None:
             return
+        if _of_environment is not None and _of_environment() is self:
+            _of_environment = None
         if self.watch.failure is None:
             for channel in (self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control):
                 channel.close()
@@ -136,6 +158,20 @@ class World:
 
     def _group(self, backend: str) -> dist.ProcessGroup | None:
         return self._link.new_group(backend) if self._link is not None else None
+
+
+_of_environment: "ReferenceType[World] | None" = None
+"""the world of several ranks that this process has joined, until it is closed"""
+_has_printed = False
+
+
+def _print_once(world: World) -> None:
+    """What nobody said, but the environment: a run that trains on less than the user thinks must not be silent."""
+    global _has_printed
+    if world.rank == 0 and not _has_printed:
+        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks, {world.backend} between them"
+        print(f"nestpipe: {ranks}, on {world.device}", file=sys.stderr, flush=True)
+    _has_printed = True
 
 
 def _link(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> Link:

@@ -60,7 +60,7 @@ class Pipeline:
         self.features = dict(features)
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
-        self.world = world or World()
+        self.world = World.given_or_found(world)
         if self.world.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
         self.seed = seed

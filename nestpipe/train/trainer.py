@@ -99,14 +99,16 @@ class Trainer:
         autocast: torch.dtype | None = None,
         compiled: bool = False,
     ) -> None:
-        """device_budget_bytes: what the embedding part of a rank may take of the device; a batch that needs more is
+        """world: None takes the environment's: torchrun's ranks, or a world of one, on the accelerator if there is one.
+
+        device_budget_bytes: what the embedding part of a rank may take of the device; a batch that needs more is
         refused, the first one before anything is trained. autocast: the dtype in which the dense model computes where
         torch deems it safe; rows and their state keep theirs. compiled: the dense model by torch.compile(dynamic=True).
         """
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
-        self.world = world or World()
+        self.world = World.given_or_found(world)
         _check_device(model, self.world.device)
         self.autocast = autocast
         self._forward = torch.compile(model, dynamic=True) if compiled else model

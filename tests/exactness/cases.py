@@ -112,9 +112,10 @@ class SmallModel(nn.Module):
         return self.dense(parts, inputs["label"])
 
 
-def make_trainer(world: World, case: Case) -> Trainer:
+def make_trainer(world: World | None, case: Case) -> Trainer:
     features = features_of(case)
-    model = SmallModel({name: feature.table.dim for name, feature in features.items()}).to(world.device)
+    model = SmallModel({name: feature.table.dim for name, feature in features.items()})
+    model = model.to(world.device if world is not None else "cpu")
     return Trainer(
         model,
         features,
