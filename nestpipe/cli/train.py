@@ -57,7 +57,7 @@ def train(
         check_writable("--json", path)
         check_writable("--trace", trace)
         steps = _traced_steps(trace, trace_steps)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OSError) as error:
         raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))

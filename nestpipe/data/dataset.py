@@ -2,12 +2,25 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from nestpipe.data.batch import Batch
+
+
+class WithState(Protocol):
+    """Data that can go on where it was: what `state` returns, `load_state` takes."""
+
+    def state(self) -> Mapping[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def has_state(data: object) -> TypeGuard[WithState]:
+    return callable(getattr(data, "state", None)) and callable(getattr(data, "load_state", None))
+
 
 Fingerprint = dict[str, str | int | bool]
 """what the order of samples depends on, by name; large things by a hash"""
@@ -136,16 +149,15 @@ class BatchSource(Iterator[Batch]):
     It copies what it reads: a reader may fill the same tensors again for its next batch, while this one is still under
     way. Whether it did could not be seen from outside, because writes through numpy leave no sign in a tensor.
 
-    If the data has a method `state()`, the source also knows the state after the last batch that was trained, however
-    many have been pulled since. It calls `state()` after each batch, in the thread that pulls.
+    If the data has methods `state` and `load_state`, the source also knows the state after the last batch that was
+    trained, however many have been pulled since. It calls `state()` after each batch, in the thread that pulls.
     """
 
     def __init__(self, batches: Iterator[Batch], data: object = None) -> None:
-        """data: what the batches are of, if the iterator itself has no `state()`."""
+        """data: the iterable that the iterator came from; it may have the state instead."""
         self.batches = batches
-        with_state = next((one for one in (batches, data) if callable(getattr(one, "state", None))), None)
-        self._data_state: Callable[[], Mapping[str, Any]] | None = getattr(with_state, "state", None)
-        self.state = None if self._data_state is None else self._data_state()
+        self._with_state = next((one for one in (batches, data) if has_state(one)), None)
+        self.state = self._state()
         """the data's state after the batches trained so far; None if it has none"""
         self._later_states: deque[Mapping[str, Any] | None] = deque()
         """after each batch that was read and not trained yet"""
@@ -171,8 +183,21 @@ class BatchSource(Iterator[Batch]):
 
     def _read(self) -> Batch | Exception:
         item = self._read_item()
-        self._later_states.append(None if self._data_state is None else self._data_state())
+        try:
+            state = self._state()
+        except Exception as error:  # takes the place of the batch, as an error of the reader does
+            item, state = error, None
+        self._later_states.append(state)
         return item
+
+    def _state(self) -> Mapping[str, Any] | None:
+        """A copy: the data may go on to change what it has returned."""
+        if self._with_state is None:
+            return None
+        state = self._with_state.state()
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state() of {type(self._with_state).__name__} returned {state!r}, must return a mapping")
+        return deepcopy(state)
 
     def _read_item(self) -> Batch | Exception:
         if self._is_begun:

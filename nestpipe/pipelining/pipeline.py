@@ -161,6 +161,7 @@ class Pipeline:
                 return
             if not flight.is_step:
                 self.num_skipped += 1
+                flight.is_skipped = True
                 self.executor.play_through(self.last_stage)
                 continue
             self._step = Step(self._number, flight, self)

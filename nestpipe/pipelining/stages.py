@@ -68,6 +68,8 @@ class Flight:
     """why it must not be applied; found out on one rank"""
     is_refused: bool = False
     """whether its training failed"""
+    is_skipped: bool = False
+    """whether its turn came, but its weight is 0"""
     report: Tensor | None = None
     """of a step on a device: its loss, and whether it is masked, which only the device knows yet"""
     is_masked: bool = False
@@ -316,7 +318,7 @@ class Stages:
         """What was pulled and not trained, in order: batches, and errors of reading that nobody has heard of yet. Not
         batches that are at fault themselves."""
         flights = [self._flights[number] for number in sorted(self._flights)]
-        left = [f for f in flights if (f.step < 0 or f.is_masked) and not f.is_raised and not f.is_refused]
+        left = [f for f in flights if (f.step < 0 or f.is_masked) and not (f.is_raised or f.is_refused or f.is_skipped)]
         items = [f.request if isinstance(f.request, Exception) else f.batch for f in left]
         return [item for item in items if item is not None]
 

@@ -71,6 +71,11 @@ def _add(sha: "hashlib._Hash", value: Any) -> None:
 
 
 def _bytes(tensor: Tensor) -> bytes:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()  # one order of entries
+        return _bytes(tensor.indices()) + _bytes(tensor.values())
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

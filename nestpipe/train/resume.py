@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.distributed import World
-from nestpipe.train.checkpoint import CheckpointError, agree, claim, move_away, newest_checkpoint, read_recipe
+from nestpipe.train.checkpoint import (
+    BEST,
+    RUN,
+    CheckpointError,
+    agree,
+    check_ours,
+    claim,
+    move_away,
+    newest_checkpoint,
+    read_recipe,
+)
 from nestpipe.train.config import Config
 from nestpipe.train.config_text import parse_config
 from nestpipe.train.config_value import ConfigError, literal
@@ -25,21 +35,24 @@ def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
     All ranks call it before anything is trained: a folder that cannot be used is refused now, not at the first save.
     """
     section = config.checkpoint
-    folder = None if section.dir is None else Path(section.dir)
-    best = None if section.best is None else Path(section.best)
-    if folder is not None and best is not None and folder.resolve() == best.resolve():
-        raise ConfigError(f"checkpoint.dir and checkpoint.best are both {folder}; the best model needs its own folder")
+    named = {RUN: section.dir, BEST: section.best}
+    folders = {holds: Path(name).resolve() for holds, name in named.items() if name is not None}
+    if len(set(folders.values())) < len(folders):
+        raise ConfigError(
+            f"checkpoint.dir and checkpoint.best are both {section.dir}; the best model needs its own folder"
+        )
 
     def find() -> str:
-        for path in (folder, best) if fresh and not _is_restart() else ():
-            if path is not None and (moved := move_away(path)) is not None:
-                print(f"nestpipe: {path} was moved to {moved}", flush=True)
-        for path in (folder, best):
-            if path is not None:
-                claim(path)
-        return "" if folder is None else str(_newest(folder) or "")
+        for holds, folder in folders.items():
+            check_ours(folder, holds)
+        for folder in folders.values() if fresh and not _is_restart() else ():
+            if (moved := move_away(folder)) is not None:
+                print(f"nestpipe: {folder} was moved to {moved}", flush=True)
+        for holds, folder in folders.items():
+            claim(folder, holds)
+        return "" if section.dir is None else str(_newest(folders[RUN]) or "")
 
-    found = agree(world, find, f"opening {folder or best}", only_rank=0)[0] if folder or best else ""
+    found = agree(world, find, "opening the folders of checkpoints", only_rank=0)[0] if folders else ""
     if not found:
         return None
     _check_same_recipe(config, Path(found))
@@ -50,7 +63,7 @@ def with_saved_machine_keys(config: Config, fresh: bool) -> Config:
     """Keys that default to what the machine has, from the checkpoint that the run will resume from."""
     if config.checkpoint.dir is None or (fresh and not _is_restart()):
         return config
-    newest, _ = newest_checkpoint(Path(config.checkpoint.dir))
+    newest, _ = newest_checkpoint(Path(config.checkpoint.dir).resolve())
     saved = None if newest is None else _saved_config(newest)
     for section, key in _OF_THE_MACHINE if saved is not None else ():
         here = getattr(config, section)

@@ -77,12 +77,14 @@ def run(
 
     If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves what is there away first.
     """
-    checkpoint = open_folders(config, world, fresh)
     this_run = _start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
+    checkpoint = open_folders(config, world, fresh)  # nothing is moved away for a recipe that cannot be run
     if checkpoint is not None:
         _resume(this_run, checkpoint, validation)
+        if world.rank == 0:
+            print(f"nestpipe: resumed from step {trainer.num_steps}, {checkpoint}", flush=True)
     elif config.checkpoint.load is not None:
         _resume(this_run, Path(config.checkpoint.load))
     spans: list[Span] | None = [] if trace_path is not None else None

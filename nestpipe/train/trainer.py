@@ -305,6 +305,7 @@ class Trainer:
 
     def import_rows(self, table: str, keys: Tensor, rows: Tensor) -> None:
         """Pretrained rows, the same on every rank; each keeps those it owns."""
+        self._check_usable()
         self._refuse_within_fit("import_rows")
         import_rows(self, table, keys, rows)
 

@@ -34,6 +34,7 @@ world.close()
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_under_torchrun(tmp_path: Path) -> None:
     """In version 0.1 each rank trained alone, and every one of them held all the rows."""
     script = tmp_path / "script.py"

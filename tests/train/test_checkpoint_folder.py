@@ -5,6 +5,7 @@ _refuse_newer does not compare steps.
 """
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -112,17 +113,19 @@ def die_at(number: int, trainer: Trainer, path: Path) -> None:
     trainer.save(path)
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_old", [True, False])
+def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
     """Before each call that changes the folder: the old checkpoint is there, or the new one; then a save works again.
 
-    Fails if publish removes older ones first, or if _remove_our_files leaves the manifest for last.
+    Fails if publish removes older ones first, or if _foreign refuses a marker that was only half written.
     """
     old, new = trained(1), trained(2)
     digests = {1: old.digest(), 2: new.digest()}
     endings = set()
     for number in range(100):
         path = tmp_path / str(number)
-        old.save(path)
+        if has_old:
+            old.save(path)
         child = os.fork()
         if child == 0:
             code = 1
@@ -133,8 +136,9 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
                 os._exit(code)
         was_killed = os.waitpid(child, 0)[1] != 0
         found = make_trainer(World(), CASE)
-        found.load(path)
-        assert found.digest() == digests[found.num_steps]
+        if folder.checkpoints(path):
+            found.load(path)
+            assert found.digest() == digests[found.num_steps]
         endings.add(found.num_steps)
         found.fit(global_batches(3 - found.num_steps))
         found.save(path)
@@ -142,7 +146,78 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         if not was_killed:
             break
     assert number > 8
-    assert endings == {1, 2}
+    assert endings == ({1, 2} if has_old else {0, 2})
+
+
+def test_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if `write` or `publish` does not sync, or after the rename, or if a new folder's parent is not synced."""
+    trainer, calls = trained(1), []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        calls.append(f"-> {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    trainer.save(tmp_path / "a" / "b")
+    assert calls == [
+        *(f"{MARKER}.new", "b", "a", tmp_path.name),
+        *("rank0.pt", "dense.pt", "manifest.json.new", "step-00000001.partial"),
+        *("-> step-00000001", "b"),
+    ]
+
+
+def test_names_that_a_user_may_choose(tmp_path: Path) -> None:
+    """Files, folders, copies and links of a user's own are no checkpoints of ours, and are in nobody's way."""
+    path, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    trainer = trained(2)
+    trainer.save(path)
+    trained(1).save(elsewhere)
+    (path / "step-00000001").symlink_to(elsewhere / "step-00000001")
+    (path / "step-100").write_text("mine")
+    (path / "step-200").mkdir()
+    (path / "step-200" / "dense.pt").write_text("mine")
+    (path / "step-00000300").mkdir()
+    (path / "step-00000300" / "rank0.pt").write_text("mine")
+    (path / "step-00000003.partial").mkdir()
+    (path / "step-00000003.partial" / ".nfs0001").write_text("somebody's")
+    shutil.copytree(path / "step-00000002", path / "step-00000002.1")
+    before = content(path)
+    for _ in range(2):
+        trainer.fit(global_batches(1))
+        trainer.save(path)
+        after = content(path)
+        kept = [name for name in before if not name.startswith("step-00000002/")]
+        assert [name for name in kept if after.get(name) != before[name]] == []
+    assert find_checkpoint(path) == path / "step-00000004"
+    assert content(elsewhere)["step-00000001/manifest.json"]
+
+
+def test_what_a_folder_holds(tmp_path: Path) -> None:
+    """The best model of one run must not take the place of another run's checkpoints, nor the other way round."""
+    trainer = trained(1)
+    folder.claim(tmp_path / "run", folder.RUN)
+    folder.claim(tmp_path / "best", folder.BEST)
+    for name in ("run", "best", "program"):
+        trainer.save(tmp_path / name)
+    for name, holds in (("run", folder.BEST), ("best", folder.RUN), ("program", folder.BEST), ("program", folder.RUN)):
+        with pytest.raises(CheckpointError, match=f"is to hold {holds}, but it holds"):
+            folder.claim(tmp_path / name, holds)
+    folder.claim(tmp_path / "run", folder.RUN)
+    folder.claim(tmp_path / "best", folder.BEST)
+
+
+def test_a_checkpoint_of_01_beside_a_newer_one(tmp_path: Path) -> None:
+    """Killed between the first new checkpoint and the removal of the old one. Fails if find_checkpoint looks for a
+    manifest first."""
+    trained(2).save(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"format": 1, "checksums": {}, "num_steps": 1}')
+    assert find_checkpoint(tmp_path) == newest_checkpoint(tmp_path)[0] == tmp_path / "step-00000002"
 
 
 def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:

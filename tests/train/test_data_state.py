@@ -4,7 +4,7 @@ Fails, for example, if BatchSource.advance_to counts batches that were only pull
 the callbacks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +92,9 @@ class Counted:
     def state(self) -> dict[str, int]:
         return {"read": self.num_read, "rank": self.world.rank}
 
+    def load_state(self, state: Mapping[str, int]) -> None:
+        raise NotImplementedError
+
 
 def own_states(world: World, path: Path) -> tuple[object, object]:
     trainer = make_trainer(world, CASE)
@@ -130,3 +133,68 @@ def test_data_without_a_state(tmp_path: Path) -> None:
     again = make_trainer(World(), CASE)
     again.load(tmp_path)
     assert again.data_state() is None
+
+
+class Weighted(Iterator[Batch]):
+    """Batches of which some weigh nothing; its state is one dict, which it goes on changing."""
+
+    def __init__(self, weightless: tuple[int, ...]) -> None:
+        self.batches = global_batches(8)
+        self.weightless = weightless
+        self.where = {"next": 0}
+
+    def __next__(self) -> Batch:
+        number = self.where["next"]
+        if number == len(self.batches):
+            raise StopIteration
+        self.where["next"] += 1
+        return replace(self.batches[number], weight=0.0) if number in self.weightless else self.batches[number]
+
+    def state(self) -> dict[str, int]:
+        return self.where
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        self.where = dict(state)
+
+
+class SaveAll:
+    every = 1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, trainer: Trainer, result: FitResult) -> bool:
+        trainer.save(self.path / str(trainer.num_steps))
+        return trainer.num_steps == 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("weightless", [(1,), (0, 3, 7)])
+def test_batches_that_weigh_nothing(schedule: str, weightless: tuple[int, ...], tmp_path: Path) -> None:
+    """Fails if Stages.untrained gives back what was skipped, or if BatchSource keeps the dict itself."""
+    trainer, data = make_trainer(World(), replace(CASE, schedule=schedule)), Weighted(weightless)
+    saving = SaveAll(tmp_path)
+    for _ in range(2):
+        trainer.fit(data, callbacks=[saving])
+    assert (trainer.num_steps, trainer.num_skipped) == (8 - len(weightless), len(weightless))
+    trainer.fit(data)
+    assert trainer.num_skipped == len(weightless)
+    for steps in range(1, trainer.num_steps + 1):
+        again, rest = make_trainer(World(), replace(CASE, schedule=schedule)), Weighted(weightless)
+        again.load(tmp_path / str(steps))
+        rest.load_state(again.data_state())
+        again.fit(rest)
+        assert (again.num_steps, again.digest()) == (trainer.num_steps, trainer.digest())
+
+
+def test_a_state_that_is_none(tmp_path: Path) -> None:
+    data = Weighted(())
+    data.state = lambda: 3
+    with pytest.raises(ValueError, match=r"state\(\) of Weighted returned 3, must return a mapping"):
+        make_trainer(World(), CASE).fit(data)
+    data = Weighted(())
+    data.state = lambda: {"next": 1 // (3 - data.where["next"])}
+    trainer = make_trainer(World(), CASE)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(data)
+    assert trainer.num_steps == 2

@@ -112,14 +112,30 @@ def test_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "out.2").exists()
 
 
+def test_fresh_moves_nothing_for_a_recipe_that_cannot_be_run(tmp_path: Path) -> None:
+    """Fails if open_folders comes before the run is built."""
+    folder = f"checkpoint.dir={tmp_path / 'out'}"
+    run_small(folder, "train.steps=1")
+    with pytest.raises(ConfigError):
+        run_small(folder, "data.kind=parquet", fresh=True)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="thesis"):
+        run_small(folder, f"checkpoint.best={tmp_path / 'best'}", "evaluate.every=1", fresh=True)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["best", "out"]
+
+
 def test_folders_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for key in ("dir", "best"):
         with pytest.raises(CheckpointError, match=r"is no folder of checkpoints: it holds thesis.txt"):
             run_small(f"checkpoint.{key}={tmp_path}", "train.steps=100000", "evaluate.every=1")
+    run_small(f"checkpoint.dir={tmp_path}/run", "train.steps=1")
+    with pytest.raises(CheckpointError, match="is to hold the best model of a run, but it holds the checkpoints of a"):
+        run_small(f"checkpoint.best={tmp_path}/run", "train.steps=1", "evaluate.every=1")
     with pytest.raises(ConfigError, match="the best model needs its own folder"):
         run_small(f"checkpoint.dir={tmp_path}/a", f"checkpoint.best={tmp_path}/b/../a", "evaluate.every=1")
-    assert [child.name for child in tmp_path.iterdir()] == ["thesis.txt"]
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["run", "thesis.txt"]
 
 
 def test_validation_goes_on(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_budget_that_is_too_small() -> None:
     ("settings", "text"),
     [
         (("evaluate.patience=3",), "evaluate.patience is set, but evaluate.every is 0"),
-        (("checkpoint.best=somewhere",), "checkpoint.best is set, but evaluate.every is 0"),
+        (("checkpoint.best=never-made",), "checkpoint.best is set, but evaluate.every is 0"),
         (("evaluate.every=3", "evaluate.num_samples=0"), "evaluate.num_samples is 0: there is nothing to evaluate on"),
     ],
 )

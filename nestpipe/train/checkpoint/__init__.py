@@ -2,7 +2,10 @@
 
 from nestpipe.train.checkpoint.content import Loaded, agree, load, read_recipe, read_whole, save
 from nestpipe.train.checkpoint.folder import (
+    BEST,
+    RUN,
     CheckpointError,
+    check_ours,
     claim,
     find_checkpoint,
     move_away,
@@ -10,9 +13,12 @@ from nestpipe.train.checkpoint.folder import (
 )
 
 __all__ = [
+    "BEST",
+    "RUN",
     "CheckpointError",
     "Loaded",
     "agree",
+    "check_ours",
     "claim",
     "find_checkpoint",
     "load",

@@ -31,8 +31,16 @@ FORMAT = 2
 
 def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: bool) -> None:
     """All ranks call it, with a folder that all of them see."""
-    world = trainer.world
+    world, path = trainer.world, path.resolve()
     what = f"saving to {path}"
+    state: dict[str, Any] = {}
+
+    def collect() -> str:
+        """Before anything is written: what could not be loaded again is refused here."""
+        state["dense"] = plain({**_dense_state(trainer), "extra": extra}, "the saved state")
+        state["own"] = plain(_state_beside_parameters(trainer.model), "the model's state")
+        state["data"] = plain(trainer.data_state(), "the state of the data")
+        return content_digest(state["own"])
 
     def begin() -> str:
         folder.claim(path)
@@ -43,14 +51,14 @@ def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: 
 
     def write_rank() -> str:
         pieces = {t.name: tuple(trainer.store.export_piece(t.name, 0, NUM_BUCKETS)) for t in trainer.tables}
-        content = {"rows": plain(pieces, "rows")}
+        content = {"rows": plain(pieces, "rows"), "data": state["data"]}
         if has_own_state:
-            content["model"] = plain(_state_beside_parameters(trainer.model), "the model's state")
+            content["model"] = state["own"]
         return json.dumps(write(staging / f"rank{world.rank}.pt", content))
 
     def write_rest() -> str:
         files = {f"rank{rank}.pt": Written(*json.loads(text)) for rank, text in enumerate(written)}
-        files["dense.pt"] = write(staging / "dense.pt", plain(_dense_state(trainer), "the dense state"))
+        files["dense.pt"] = write(staging / "dense.pt", state["dense"])
         manifest = {
             "format": FORMAT,
             "world_size": world.size,
@@ -59,8 +67,6 @@ def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: 
             "tables": describe_tables(trainer.tables, trainer.seed),
             "dense": describe_dense(trainer),
             "recipe": trainer.recipe,
-            "data": [json.loads(state) for state in (data_states if len(set(data_states)) > 1 else data_states[:1])],
-            "extra": plain(extra, "extra"),
             "checksums": {name: file.checksum for name, file in files.items()},
             "sizes": {name: file.num_bytes for name, file in files.items()},
         }
@@ -68,9 +74,7 @@ def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: 
         folder.publish(staging)
         return ""
 
-    own_state = agree(world, lambda: content_digest(_state_beside_parameters(trainer.model)), what)
-    has_own_state = len(set(own_state)) > 1  # BatchNorm's statistics, for example, differ by rank
-    data_states = agree(world, lambda: json.dumps(plain(trainer.data_state(), "the state of the data")), what)
+    has_own_state = len(set(agree(world, collect, what))) > 1  # BatchNorm's statistics, for example, differ by rank
     staging = Path(agree(world, begin, what, only_rank=0)[0])
     try:
         written = agree(world, write_rank, what)
@@ -103,21 +107,24 @@ def load(trainer: "Trainer", path: Path) -> Loaded:
         if manifest.get("format") not in (1, FORMAT):
             raise ValueError(f"format is {manifest.get('format')} in the checkpoint; this version reads 1 and {FORMAT}")
         if manifest.get("world_size") != world.size:
-            raise ValueError(f"world_size is {manifest.get('world_size')} in the checkpoint, {world.size} here")
+            num_saved = manifest.get("world_size")
+            raise ValueError(f"world_size is {num_saved} in the checkpoint, {world.size} here; start {num_saved} ranks")
         check_tables(manifest, trainer.tables, trainer.seed)
         dense = read(checkpoint, "dense.pt", manifest)
         own = read(checkpoint, f"rank{world.rank}.pt", manifest)
-        rows = own["rows"] if manifest["format"] > 1 else own
-        if manifest["format"] > 1:
-            dense["model"].update(own.get("model", {}))
+        if manifest["format"] == 1:  # which had the rows alone in this file, and one state of the data for all ranks
+            own = {"rows": own, "data": manifest.get("data")}
+        dense["model"].update(own.get("model", {}))
         check_dense(manifest, dense, trainer)
         loaded["store"] = make_store(trainer.tables, trainer.seed, trainer.store.num_threads)
-        _import_rows(loaded["store"], trainer.tables, rows)
-        loaded["manifest"], loaded["dense"] = manifest, dense
-        loaded["data_state"] = _data_state(manifest, world.rank)
-        return ""
+        _import_rows(loaded["store"], trainer.tables, own["rows"])
+        loaded["dense"], loaded["data"], loaded["num_steps"] = dense, own["data"], manifest["num_steps"]
+        return content_digest(manifest)
 
-    agree(world, read_all, f"loading {path}")
+    if len(set(agree(world, read_all, f"loading {path}"))) > 1:
+        raise world.watch.agreed(
+            CheckpointError(f"the ranks found different checkpoints at {path}; give a folder that all of them see")
+        )
     before, was_partial = copy.deepcopy(_dense_state(trainer)), trainer.is_partially_updated
     try:
         agree(world, lambda: _set_dense_state(trainer, loaded["dense"]), f"loading {path}")
@@ -126,8 +133,7 @@ def load(trainer: "Trainer", path: Path) -> Loaded:
         _set_dense_state(trainer, before)  # one rank's model refused it: no rank keeps it
         trainer.is_partially_updated = was_partial
         raise
-    manifest = loaded["manifest"]
-    return Loaded(loaded["store"], manifest["num_steps"], loaded["data_state"], dict(manifest.get("extra", {})))
+    return Loaded(loaded["store"], loaded["num_steps"], loaded["data"], loaded["dense"].get("extra", {}))
 
 
 def read_recipe(checkpoint: Path) -> tuple[str, int]:
@@ -202,15 +208,6 @@ def _set_dense_state(trainer: "Trainer", state: Mapping[str, Any]) -> str:
     if trainer.lr_schedule is not None:
         trainer.lr_schedule.load_state_dict(state["lr_schedule"])
     return ""
-
-
-def _data_state(manifest: Mapping[str, Any], rank: int) -> Mapping[str, Any] | None:
-    """Version 0.1 saved one state for all ranks."""
-    states = manifest.get("data")
-    state = states[rank if len(states) > 1 else 0] if isinstance(states, list) and states else states
-    if state is not None and not isinstance(state, Mapping):
-        raise ValueError(f"the state of the data in the manifest is {state!r}, must be a mapping")
-    return state
 
 
 def _import_rows(store: HostStore, tables: list[Table], pieces: dict[str, Any]) -> None:

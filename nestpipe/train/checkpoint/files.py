@@ -61,7 +61,7 @@ def plain(value: Any, name: str) -> Any:
     """
     if isinstance(value, Tensor):
         return _compact(value.detach())
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
         return value.item()
     if type(value) in _PLAIN:
         return value
@@ -83,6 +83,8 @@ def plain(value: Any, name: str) -> Any:
 
 def _compact(tensor: Tensor) -> Tensor:
     """torch saves the whole storage of a view: rows that are no longer there, and memory that was never written."""
+    if tensor.layout != torch.strided:
+        return tensor
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 

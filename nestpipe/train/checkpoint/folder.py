@@ -16,13 +16,16 @@ import errno
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 MARKER = "nestpipe-checkpoints.json"
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
-_PARTIAL = re.compile(r"step-\d+\.partial")
+RUN, BEST = "the checkpoints of a run", "the best model of a run"
+"""what a folder holds: neither is to be replaced by the other"""
+_STEP = re.compile(r"step-(\d{8,})(?:-r(\d+))?")
+_LEFTOVER = re.compile(r"step-\d{8,}(-r\d+)?\.(partial|removed)(\d+)?")
 _OUR_FILES = re.compile(r"manifest\.json(\.new)?|dense\.pt|rank\d+\.pt")
 
 
@@ -30,18 +33,33 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the text says which file and why."""
 
 
-def claim(folder: Path) -> None:
+def claim(folder: Path, holds: str | None = None) -> None:
     """Makes the folder ours: creates it with its marker. Refuses a folder that holds something else."""
-    if (folder / MARKER).is_file():
+    check_ours(folder, holds)
+    if _marker(folder) is not None and (holds is None or _marker(folder) == holds):
         return
-    if folder.exists() and (foreign := _foreign(folder)):
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_synced(folder / MARKER, json.dumps({"written by": "nestpipe", "holds": holds or ""}) + "\n")
+    for path in (folder, *(new.parent for new in made)):
+        sync_folder(path)
+
+
+def check_ours(folder: Path, holds: str | None = None) -> None:
+    """Refuses a folder that is neither new nor empty, and that we have not written; or that holds another thing."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give checkpoints a folder of their own, new or empty")
+    if _marker(folder) is None and folder.exists() and (foreign := _foreign(folder)):
         raise CheckpointError(
             f"{folder} is not empty and is no folder of checkpoints: it holds {_some(foreign)}. Nothing in it was "
             "touched; give checkpoints a folder of their own, new or empty"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_synced(folder / MARKER, json.dumps({"what": "checkpoints written by nestpipe"}) + "\n")
-    sync_folder(folder)
+    held = _marker(folder) or (RUN if _is_version_1(folder) else "")
+    if holds is not None and held != holds and checkpoints(folder):
+        raise CheckpointError(
+            f"{folder} is to hold {holds}, but it holds {held or 'what a program of its own has saved'}; nothing in it "
+            "was touched. Give checkpoint.dir and checkpoint.best folders of their own"
+        )
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -49,7 +67,7 @@ def checkpoints(folder: Path) -> list[Path]:
     found = {}
     for child in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(child.name)
-        if match is not None and (child / MANIFEST).is_file():
+        if match is not None and _is_own_folder(child) and (child / MANIFEST).is_file():
             found[int(match[1]), int(match[2] or 0)] = child
     complete = [found[order] for order in sorted(found)]
     return [folder, *complete] if _is_version_1(folder) else complete
@@ -74,15 +92,16 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
 
 def find_checkpoint(path: Path) -> Path:
     """A checkpoint by its own path, by its checkpoint.dir, or by a folder that holds one such folder."""
+    path = path.resolve()
     if not path.exists():
         raise CheckpointError(f"there is no folder {path}; give the checkpoint.dir of a run")
-    if (path / MANIFEST).exists() or not path.is_dir():
-        return path
-    if (path / MARKER).is_file():
+    if _marker(path) is not None:
         newest, _ = newest_checkpoint(path)
         if newest is None:
             raise CheckpointError(f"{path} holds no complete checkpoint yet")
         return newest
+    if (path / MANIFEST).exists() or not path.is_dir():
+        return path
     inside = sorted({file.parent for name in (MARKER, MANIFEST) for file in path.glob(f"*/{name}")})
     if len(inside) > 1:
         raise CheckpointError(f"{path} holds several checkpoints, {', '.join(map(str, inside))}; name one of them")
@@ -104,27 +123,29 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def begin(folder: Path, step: int) -> Path:
     """Returns an empty folder for the files of a new checkpoint. Removes what killed saves have left."""
     for child in list(folder.iterdir()):
-        is_leftover = _STEP.fullmatch(child.name) is not None and not (child / MANIFEST).exists()
-        if _PARTIAL.fullmatch(child.name) or is_leftover:
+        if _LEFTOVER.fullmatch(child.name) and _is_own_folder(child):
             _remove_our_files(child)
-    staging = folder / f"step-{step:08d}.partial"
+    staging = _free(folder / f"step-{step:08d}.partial", "")
     staging.mkdir()
     return staging
 
 
 def publish(staging: Path) -> Path:
     """Makes a written checkpoint visible by one rename, then removes the older ones. Its files must be on disk."""
+    problem = _problem(staging)
+    if problem is not None:  # another run writes to the same folder, perhaps
+        raise CheckpointError(f"{problem}, though it was written just now; is another run writing to {staging.parent}?")
     sync_folder(staging)
-    folder, name = staging.parent, staging.name.removesuffix(".partial")
+    folder, name = staging.parent, staging.name.partition(".")[0]
     older = checkpoints(folder)
-    path, number = folder / name, 0
-    while path.exists():  # the same step, saved again
-        number += 1
-        path = folder / f"{name}.{number}"
+    path = _free(folder / name, "-r")  # the same step may be saved again
     staging.rename(path)
     sync_folder(folder)
     for checkpoint in older:
-        _remove_our_files(checkpoint)
+        try:
+            _remove(checkpoint)
+        except OSError as error:  # the new one is complete: that this one stays costs disk space only
+            warnings.warn(f"the older checkpoint {checkpoint} could not be removed: {error}", stacklevel=2)
     return path
 
 
@@ -136,10 +157,9 @@ def discard(staging: Path) -> None:
 
 def move_away(folder: Path) -> Path | None:
     """Renames DIR to the first of DIR.1, DIR.2, ... that is free; None if there is nothing in it to keep."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    check_ours(folder)
+    if not folder.exists() or {child.name for child in folder.iterdir()} <= {MARKER}:
         return None
-    if not (folder / MARKER).is_file() and not _is_version_1(folder):
-        claim(folder)  # raises: what is not ours is not moved either
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -177,14 +197,49 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _remove(checkpoint: Path) -> None:
+    """Under its own name a checkpoint is complete or not there: it is renamed before the first file goes.
+
+    If a user has put files into it, only ours are removed, the manifest first, and the folder keeps its name.
+    """
+    is_ours = all(_OUR_FILES.fullmatch(child.name) for child in checkpoint.iterdir())
+    if is_ours and _STEP.fullmatch(checkpoint.name):
+        target = _free(checkpoint.with_name(f"{checkpoint.name}.removed"), "")
+        checkpoint.rename(target)
+        checkpoint = target
+    _remove_our_files(checkpoint)
+
+
 def _remove_our_files(folder: Path) -> None:
-    """The manifest first, so that what is half removed is no checkpoint. Files of a user stay, and so does the folder
-    then."""
     ours = [child for child in folder.iterdir() if _OUR_FILES.fullmatch(child.name) and not child.is_dir()]
     for file in sorted(ours, key=lambda file: file.name != MANIFEST):
         file.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _free(path: Path, mark: str) -> Path:
+    """This path, or with a number behind it the first that does not exist."""
+    number = 0
+    while (free := path if number == 0 else path.with_name(f"{path.name}{mark}{number}")).exists():
+        number += 1
+    return free
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Not a link to somewhere else, which a user has made."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _marker(folder: Path) -> str | None:
+    """What the marker says that a folder holds, which may be nothing; None if there is no marker."""
+    try:
+        content = json.loads((folder / MARKER).read_text())
+        return str(content["holds"]) if isinstance(content, dict) and "holds" in content else ""
+    except FileNotFoundError:
+        return None
+    except (NotADirectoryError, ValueError):
+        return None if not folder.is_dir() else ""
 
 
 def _is_version_1(folder: Path) -> bool:
@@ -200,7 +255,9 @@ def _foreign(folder: Path) -> list[str]:
     has_old_checkpoint = _is_version_1(folder)
 
     def is_ours(child: Path) -> bool:
-        return (child / MARKER).is_file() or (has_old_checkpoint and _OUR_FILES.fullmatch(child.name) is not None)
+        if child.name == f"{MARKER}.new" or (child / MARKER).is_file():
+            return True
+        return has_old_checkpoint and _OUR_FILES.fullmatch(child.name) is not None
 
     return sorted(child.name for child in folder.iterdir() if not is_ours(child))
 
