@@ -49,6 +49,8 @@ class Link:
         self.size = size
         self.watch = Watch(rank, size, None, timeout_seconds, stall_seconds)
         self.process = os.getpid()
+        self.has_nccl = False
+        """whether collectives of it may be under way on a device"""
         self._sockets = Sockets()
         self._lane = Lane("link")
         _open_links.add(self)
@@ -66,6 +68,10 @@ class Link:
         return Link(rank, size, timeout_seconds, stall_seconds, lambda: _connect(rank, size))
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
+        if backend == "nccl":
+            # NCCL's own watchdog would abort the process when a rank is lost, before the watch can say which, and why.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            self.has_nccl = True
         group: dist.ProcessGroup = self._run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
         return group
 
@@ -153,10 +159,16 @@ def _next_prefix() -> str:
 def _end_links() -> None:
     """What ends the process, if it is an error, is told to the other ranks: they may wait for this one."""
     error = getattr(sys, "last_value", None)
+    is_stuck = False
     for link in list(_open_links):
         if os.getpid() != link.process:
             continue  # a fork: it has neither the threads nor the right to close the connections
         if isinstance(error, BaseException):
             link.watch.report(error)
         link.end()
+        is_stuck = is_stuck or (link.has_nccl and link.watch.failure is not None)
     wait_for_lanes(END_SECONDS)
+    if is_stuck:  # the device waits for ranks that are lost, and torch would wait for the device
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

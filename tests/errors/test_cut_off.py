@@ -16,6 +16,7 @@ TIMEOUT_SECONDS = 3.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="hosts are made by root, with iproute2")
+@pytest.mark.slow
 def test_a_cable_that_is_pulled() -> None:
     """On 0.1 rank 1 waits for the store until the kernel gives the connection up, minutes later."""
     with linked_hosts("1gbit", 1 << 18) as hosts, ranks_on(hosts, "tests.errors.cut_off_rank", ()) as ranks:

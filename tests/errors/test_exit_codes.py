@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, sys, time
 import torch
@@ -42,6 +44,7 @@ except RankError:
 """
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own() -> None:
     """On 0.1 rank 0 ends with -6: terminate called without an active exception."""
     with socket.socket() as probe:

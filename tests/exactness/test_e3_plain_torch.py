@@ -97,7 +97,7 @@ def records_of(case: Case) -> dict[str, torch.Tensor]:
     return kinds
 
 
-@pytest.mark.parametrize("layout", ["pooled_mean", "sequence"])
+@pytest.mark.parametrize("layout", ["pooled_mean", pytest.param("sequence", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS | SLOW_DECAY)
 def test_float32_tables_equal_float64_tables_up_to_rounding(optimizer: str, layout: str) -> None:
     """Fails if Decay of the native library takes 1 - beta in the rows' dtype: the second moment is then off by 100

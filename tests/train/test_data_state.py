@@ -168,8 +168,10 @@ class SaveAll:
         return trainer.num_steps == 2
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("weightless", [(1,), (0, 3, 7)])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=pytest.mark.slow if s == "intra" else ()) for s in SCHEDULES]
+)
+@pytest.mark.parametrize("weightless", [(0, 1, 3, 7)])
 def test_batches_that_weigh_nothing(schedule: str, weightless: tuple[int, ...], tmp_path: Path) -> None:
     """Fails if Stages.untrained gives back what was skipped, or if BatchSource keeps the dict itself."""
     trainer, data = make_trainer(World(), replace(CASE, schedule=schedule)), Weighted(weightless)
