@@ -62,7 +62,7 @@ class FitResult:
 class Callback(Protocol):
     """Called on all ranks, at a step boundary: rows are current, and what it does counts in no step's time.
 
-    Long work of its own, without exchanges, goes inside `with trainer.world.busy()`.
+    Work in `with trainer.world.busy()` is named in errors of ranks that wait for this one.
     """
 
     @property
