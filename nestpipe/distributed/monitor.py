@@ -280,7 +280,7 @@ class Monitor:
 
 
 def lines_of(failures: dict[int, str]) -> str:
-    """What is added to the key of failures."""
+    """Encodes failures as the lines that are appended under FAILED."""
     return "".join(json.dumps([rank, text]) + "\n" for rank, text in failures.items())
 
 

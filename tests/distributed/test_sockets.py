@@ -14,7 +14,7 @@ from tests.ranks import _CONTEXT, run_ranks
 
 
 def num_connections(world: World) -> int:
-    """Of this process to others, apart from those to the store and to the test."""
+    """Counts the connections of this process to other ranks, without those to the store and to the test."""
     port, num = int(os.environ["MASTER_PORT"]), 0
     for descriptor, _ in _open_sockets():
         with socket.socket(fileno=os.dup(descriptor)) as found:

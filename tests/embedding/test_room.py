@@ -58,7 +58,7 @@ def buffer_of(table: Table, keys: Tensor) -> Buffer:
 
 @pytest.mark.parametrize("max_rows", [None, 100])
 def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a store with 50 rows: keys of the batch, and of the batch before it, which is not written back yet.
+    """A table has 50 rows, and the batch before this one is not written back yet.
 
     Fails if room_error does not count the batch before, or counts a key that has a row, or one that is in both batches.
     """

@@ -15,7 +15,10 @@ from nestpipe.bench.hosts import linked_hosts, ranks_on
 TIMEOUT_SECONDS = 3.0
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="hosts are made by root, with iproute2")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="makes network hosts, which needs root and iproute2; runs where both are there",
+)
 @pytest.mark.slow
 def test_a_cable_that_is_pulled() -> None:
     """On 0.1 rank 1 waits for the store until the kernel gives the connection up, minutes later."""

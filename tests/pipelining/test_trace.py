@@ -54,7 +54,7 @@ class FakeClock:
 
 
 class FakeStream:
-    """Of a device that works while the host goes on, and has a clock of its own."""
+    """A stream of a device that works while the host goes on, and has a clock of its own."""
 
     def __init__(self, host: FakeClock) -> None:
         self.host = host

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: all of the state and nothing else, loadable, and loaded whole or not at all.
+"""A checkpoint holds all of the state and nothing else, and is loaded whole or not at all.
 
 Fails, for example, if `plain` returns views as they are, if check_dense does not compare kinds, or if `load` does not
 put back what it had set before another rank refused.

@@ -105,7 +105,7 @@ NOISY = {
 
 
 def results(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the whole batch, and of its samples one by one."""
+    """Returns the outputs for the whole batch, and for its samples one by one."""
     with torch.no_grad(), fixed_noise(x.device) as noise:
         outputs = []
         for part in (x, *x.split(1)):

@@ -22,14 +22,6 @@ from tests.ranks import run_ranks
 KEYS = [f"key_{number}" for number in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def _torch_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("own")

@@ -6,7 +6,6 @@ Fails, for example, if the loader looks for columns that prepare does not write,
 from pathlib import Path
 
 import pytest
-import torch
 
 from nestpipe.data.dataset import Batches
 from nestpipe.data.prepared import read_prepared
@@ -43,14 +42,6 @@ CASES = [
     for recipe, source in [*KINDS.items(), ("hstu-kuairand-27k", "kuairand-pure")]
     if source in PREPARED
 ]
-
-
-@pytest.fixture(autouse=True)
-def _torch_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("recipe", "source"), CASES)

@@ -55,14 +55,6 @@ PUBLISHED_NUMBERS = {
 """HR@10 and NDCG@10"""
 
 
-@pytest.fixture(autouse=True)
-def _torch_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
-
-
 def recipe(name: str, *settings: str) -> Config:
     (path,) = [path for path in RECIPES if path.stem == name]
     return load_config(path, settings).resolved(1, 2)

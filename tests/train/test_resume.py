@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from nestpipe import World
 from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
@@ -16,16 +15,7 @@ from nestpipe.train.config_text import load_config
 from nestpipe.train.config_value import ConfigError
 from nestpipe.train.resume import with_saved_machine_keys
 from nestpipe.train.run import Summary, run
-
-SMALL = ("model.dim=4", "model.bottom=[4]", "model.top=[4]", "train.batch_size=16", "evaluate.num_samples=40")
-
-
-@pytest.fixture(autouse=True)
-def _torch_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
+from tests.train.test_run import SMALL
 
 
 def run_small(*settings: str, recipe: Path | None = None, fresh: bool = False) -> Summary:

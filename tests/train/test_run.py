@@ -8,7 +8,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from nestpipe import World
@@ -18,14 +17,6 @@ from nestpipe.train.config_value import ConfigError
 from nestpipe.train.run import Summary, evaluate_saved, run
 
 SMALL = ("model.dim=4", "model.bottom=[4]", "model.top=[4]", "train.batch_size=16", "evaluate.num_samples=40")
-
-
-@pytest.fixture(autouse=True)
-def _torch_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
 
 
 def run_small(*settings: str) -> Summary:

@@ -263,7 +263,7 @@ def _foreign(folder: Path) -> list[str]:
 
 
 def _problem(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as can be told without reading all of it."""
+    """Returns what is wrong with a checkpoint, or None. Looks at names and sizes; `read` compares checksums."""
     try:
         manifest = read_manifest(checkpoint)
     except (OSError, ValueError) as error:
