@@ -28,7 +28,7 @@ from nestpipe.bench.ranks import records_of_ranks
 from nestpipe.bench.report import Record
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import GIVEN_ORDER
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.distributed import World
 from nestpipe.store.cores import usable_cores
 from nestpipe.train.trainer import FitResult, Trainer
@@ -82,7 +82,7 @@ def _on_rank(world: World, size: Size) -> Iterator[Record]:
     with world.watch.reporting():
         for recipe in size.recipes:
             yield from Comparison(world, size, recipe).records()
-            if has_streams(world.device):
+            if is_accelerator(world.device):
                 torch.accelerator.empty_cache()
         yield from digest_records(world, size.is_quick)
 

@@ -24,7 +24,7 @@ def default_device() -> str:
 def full_device(name: torch.device | str) -> torch.device:
     """With its number, as tensors say where they are: without one it is the current one. It must be there."""
     device = _known(name)
-    if not has_streams(device):
+    if not is_accelerator(device):
         return device
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
@@ -45,18 +45,18 @@ def _known(name: torch.device | str) -> torch.device:
 def device_of_rank(name: str | torch.device, local_rank: int) -> torch.device:
     """That of one of several processes on this machine: they share devices if there are more of them than devices."""
     device = full_device(name)
-    if has_streams(device) and _known(name).index is None:
+    if is_accelerator(device) and _known(name).index is None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return full_device(name)
 
 
-def has_streams(device: torch.device) -> bool:
+def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
 def mark(device: torch.device) -> Mark:
     """After all that this thread's stream has been given so far."""
-    return torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
+    return torch.accelerator.current_stream(device).record_event() if is_accelerator(device) else None
 
 
 def wait_for(moment: Mark) -> None:
@@ -67,20 +67,20 @@ def wait_for(moment: Mark) -> None:
 
 def finish(device: torch.device) -> None:
     """This thread waits until its stream has done all it was given."""
-    if has_streams(device):
+    if is_accelerator(device):
         torch.accelerator.current_stream(device).synchronize()
 
 
 def finish_all(device: torch.device) -> None:
     """This thread waits until all streams have done all they were given."""
-    if has_streams(device):
+    if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def use_here(*tensors: Tensor | None) -> None:
     """Tensors made in another stream: their memory is not used again before this thread's stream is done with them."""
     for tensor in tensors:
-        if tensor is not None and has_streams(tensor.device):
+        if tensor is not None and is_accelerator(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
@@ -97,7 +97,7 @@ class Streams:
 
     def of(self, lane: str) -> AbstractContextManager[object]:
         """What is enqueued within it, in this thread, goes to the lane's stream."""
-        return self.stream(lane) if has_streams(self.device) else nullcontext()
+        return self.stream(lane) if is_accelerator(self.device) else nullcontext()
 
     def stream(self, lane: str) -> torch.Stream:
         with _lock:

@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.transfer import OfTensors
 
 Key = tuple[int, ...]
@@ -54,7 +54,7 @@ class Tally:
         storage = tensor.untyped_storage()
         key: Key = (storage._cdata,)
         num_bytes = storage.nbytes()
-        if not has_streams(tensor.device):
+        if not is_accelerator(tensor.device):
             key, num_bytes = (storage._cdata, int(tensor.storage_offset()), tensor.nbytes), tensor.nbytes
         with self._lock:
             if key in self._held:

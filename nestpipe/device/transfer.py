@@ -6,7 +6,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import finish, has_streams
+from nestpipe.device.streams import finish, is_accelerator
 
 ALIGNMENT = 16
 
@@ -21,7 +21,7 @@ T = TypeVar("T", bound=OfTensors)
 
 def uploaded(value: T, device: torch.device) -> T:
     """With all its tensors on the device, copied in one piece."""
-    if not has_streams(device):
+    if not is_accelerator(device):
         return value
     tensors: list[Tensor] = []
 
@@ -35,7 +35,7 @@ def uploaded(value: T, device: torch.device) -> T:
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host memory that the device can copy from and to while threads go on."""
-    return torch.empty(shape, dtype=dtype, pin_memory=has_streams(device))
+    return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
 
 
 def upload(tensors: Iterable[Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -64,7 +64,7 @@ def _upload(originals: dict[int, Tensor], dtype: torch.dtype, device: torch.devi
 
 def download(tensor: Tensor) -> Tensor:
     """In host memory. This thread waits for it."""
-    if not has_streams(tensor.device):
+    if not is_accelerator(tensor.device):
         return tensor
     here = host_empty(tuple(tensor.shape), tensor.dtype, tensor.device)
     here.copy_(tensor, non_blocking=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, Streams, has_streams, mark, use_here, wait_for
+from nestpipe.device.streams import Mark, Streams, is_accelerator, mark, use_here, wait_for
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
@@ -50,7 +50,7 @@ class Channel:
     @property
     def is_staged(self) -> bool:
         """Whether what is on a device passes through host memory."""
-        return has_streams(self._streams.device) and self._device_group is None
+        return is_accelerator(self._streams.device) and self._device_group is None
 
     def all_to_all(
         self,

@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, has_streams
+from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, is_accelerator
 from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
@@ -151,7 +151,7 @@ class World:
         lane, device_group = None, None
         if is_on_device and self.issuer is not None:
             lane = self.issuer
-            if self.backend == "nccl" or not has_streams(self.device):  # gloo cannot take what is on a device
+            if self.backend == "nccl" or not is_accelerator(self.device):  # gloo cannot take what is on a device
                 device_group = self._group(self.backend)
         group = self._group("gloo") if device_group is None or needs_host else None
         return Channel(name, self.watch, group, self.streams, lane, device_group)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams, mark
+from nestpipe.device.streams import is_accelerator, mark
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty, upload
 from nestpipe.embedding.route import OwnedTable, Route
@@ -97,7 +97,7 @@ class BufferMemory:
         return Buffer(table, keys, records[slots], num_columns, found, None if mirror is None else mirror[slots])
 
     def _new(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        if not has_streams(self.device):
+        if not is_accelerator(self.device):
             return torch.empty(num_slots, num_columns, dtype=dtype), None
         aligned = ALIGNMENT // dtype.itemsize
         shape = (num_slots, -(-num_columns // aligned) * aligned)

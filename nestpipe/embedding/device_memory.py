@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.plan import Plans
@@ -91,7 +91,7 @@ class DeviceMemory:
         self._is_windowed = is_windowed
         self._is_overlapping = is_overlapping
         self._is_staged = is_staged
-        self._has_mirrors = has_streams(device)
+        self._has_mirrors = is_accelerator(device)
         self._room: tuple[dict[str, int], dict[str, int]] = ({}, {})
         """records of each table in the buffers of even and of odd batches"""
         self._is_ended = False

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.transfer import uploaded
 from nestpipe.embedding.pooling import Occurrences, pool
 from nestpipe.embedding.request import Placed, Request
@@ -47,7 +47,7 @@ class SequenceEmbedding:
 
     def padded(self, length: int) -> Tensor:
         """[num_samples, length, dim]: the first `length` rows of each sample, zeros behind them."""
-        if has_streams(self.index.device):
+        if is_accelerator(self.index.device):
             return self._scattered(length)
         places = torch.arange(length)
         inside = places < self.lengths[:, None]
@@ -135,7 +135,7 @@ def weights_of(feature: Pooled, placed: Placed, num_rows: int) -> Tensor | None:
 
 def on_device(features: Mapping[str, Feature], request: Request, device: torch.device) -> Request:
     """With what the model is given, and where its rows lie, on the device. Keys stay in host memory."""
-    return uploaded(_with_occurrences(features, request), device) if has_streams(device) else request
+    return uploaded(_with_occurrences(features, request), device) if is_accelerator(device) else request
 
 
 def _with_occurrences(features: Mapping[str, Feature], request: Request) -> Request:

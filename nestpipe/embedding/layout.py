@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty
 from nestpipe.embedding.memory import recycled
@@ -39,7 +39,7 @@ class Layout:
 
     def message(self, device: torch.device, is_staged: bool) -> Tensor:
         """Memory for one, anything yet, for rows that are on this device."""
-        if not has_streams(device):
+        if not is_accelerator(device):
             made = recycled.empty((self.num_bytes,), torch.uint8)
         elif is_staged:
             made = host_empty((self.num_bytes,), torch.uint8, device)

@@ -6,7 +6,7 @@ torch's own on a device would do, but for sums in a fixed order it sorts first. 
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.memory import recycled
 from nestpipe.kernels.rows import add_rows as add_on_device
@@ -16,7 +16,7 @@ from nestpipe.store import copy_records
 
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that was used before, where that is faster."""
-    out = torch.empty(shape, dtype=dtype, device=device) if has_streams(device) else recycled.empty(shape, dtype)
+    out = torch.empty(shape, dtype=dtype, device=device) if is_accelerator(device) else recycled.empty(shape, dtype)
     embedding_memory.add(out)
     return out
 
@@ -24,7 +24,7 @@ def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def take_rows(source: Tensor, places: Tensor) -> Tensor:
     """source[places], in memory of its own."""
     out = empty_rows((len(places), source.shape[1]), source.dtype, source.device)
-    if has_streams(source.device):
+    if is_accelerator(source.device):
         copy_on_device(source, places, out, None)
         return out
     return torch.index_select(source, 0, places, out=out)
@@ -32,7 +32,7 @@ def take_rows(source: Tensor, places: Tensor) -> Tensor:
 
 def add_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
     """target[places] += rows"""
-    if has_streams(target.device):
+    if is_accelerator(target.device):
         add_on_device(target, places, rows)
     else:
         target.index_add_(0, places, rows)
@@ -46,7 +46,7 @@ def collect_rows(target: Tensor, places: Tensor, rows: Tensor, is_first: Tensor,
 def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
     """target[to_places] = source[from_places], of two arrays that do not overlap; None: all of them, in order. One of
     the two may be in host memory that the other's device can reach."""
-    if has_streams(source.device) or has_streams(target.device):
+    if is_accelerator(source.device) or is_accelerator(target.device):
         copy_on_device(source, from_places, target, to_places)
     elif to_places is None:
         if from_places is None:

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, has_streams, mark, use_here
+from nestpipe.device.streams import Mark, is_accelerator, mark, use_here
 from nestpipe.distributed import Channel
 from nestpipe.embedding.buffer import Buffer
 from nestpipe.embedding.layout import Layout
@@ -27,7 +27,7 @@ from nestpipe.embedding.plan import Places, Plans, TablePlans
 from nestpipe.embedding.request import TableRequest
 from nestpipe.embedding.route import Route
 from nestpipe.embedding.rows import add_rows, copy_rows, empty_rows, take_rows
-from nestpipe.kernels.lent import lend
+from nestpipe.kernels.keep_alive import keep_alive_until
 
 
 class RequesterTable:
@@ -188,7 +188,7 @@ class Window:
         self._num_micro_batches = len(route.request.num_samples)
         self._tables = [buffer.table for buffer in buffers]
         self._device = buffers[0].records.device
-        self._is_staged = has_streams(self._device) and rows.is_staged
+        self._is_staged = is_accelerator(self._device) and rows.is_staged
         self._outgoing: dict[int, Outgoing] = {}
 
     def bring(self, micro_batch: int) -> None:
@@ -262,7 +262,7 @@ class Window:
     def _filled(self, message: Tensor, layout: Layout) -> Outgoing:
         if not self._is_staged:
             return Outgoing(message, layout, None)
-        lend(message, self._device)  # if the step is left, kernels may write to it that nobody waits for
+        keep_alive_until(message, self._device)  # if the step is left, kernels may write to it that nobody waits for
         return Outgoing(message, layout, mark(self._device))
 
     @contextmanager
@@ -280,4 +280,4 @@ class Window:
             yield incoming.rows(received)
         finally:
             if self._is_staged:
-                lend(received, self._device)
+                keep_alive_until(received, self._device)

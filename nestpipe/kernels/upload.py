@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.dispatch import HAS_TRITON
-from nestpipe.kernels.lent import lend
+from nestpipe.kernels.keep_alive import keep_alive_until
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
@@ -21,5 +21,5 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
 
     here, there = numbers.contiguous().pin_memory(), torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
     triton_upload.fetch(here, there)
-    lend(here, device)
+    keep_alive_until(here, device)
     return there

@@ -8,7 +8,7 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import finish_all, has_streams
+from nestpipe.device.streams import finish_all, is_accelerator
 from nestpipe.distributed import Lane, World
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.plan import WINDOWS
@@ -261,7 +261,7 @@ class Pipeline:
 
     def _finish_device(self) -> None:
         device = self.world.device
-        if self.world.size == 1 or not has_streams(device):
+        if self.world.size == 1 or not is_accelerator(device):
             finish_all(device)
         else:  # the device may be in a collective that a lost rank never joins
             lane = Lane("device")

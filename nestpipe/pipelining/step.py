@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.buffer import update_rows
 from nestpipe.embedding.embeddings import Embeddings
@@ -115,7 +115,7 @@ class Step:
             if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
                 gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
             self._flight.is_torn = True
-            is_masked = self._pipeline.is_masked if has_streams(self._pipeline.world.device) else None
+            is_masked = self._pipeline.is_masked if is_accelerator(self._pipeline.world.device) else None
             update_rows(self.buffers, gradients, self.number + 1, is_masked)
             self._flight.step = self.number
             self._flight.is_torn = False
@@ -191,7 +191,7 @@ def seed_generators(device: torch.device, *purpose: int) -> None:
     """
     seed = zlib.crc32(repr(purpose).encode())
     torch.default_generator.manual_seed(seed)
-    if has_streams(device):
+    if is_accelerator(device):
         of_device = torch.get_device_module(device)
         if hasattr(of_device, "default_generators"):
             of_device.default_generators[device.index].manual_seed(seed)

@@ -20,7 +20,7 @@ from threading import Lock
 
 import torch
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.pipelining.schedule import COMPUTE, Op
 from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes
 
@@ -129,7 +129,7 @@ class Trace:
         self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
-        self._device = device if device is not None and has_streams(device) else None
+        self._device = device if device is not None and is_accelerator(device) else None
         self._moments: list[tuple[str, torch.Event]] = []
         """of the step under way, on a device: the end of each stage, after the end of what was before the step"""
         self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()

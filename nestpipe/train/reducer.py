@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from nestpipe.device.streams import Mark, has_streams, use_here, wait_for
+from nestpipe.device.streams import Mark, is_accelerator, use_here, wait_for
 from nestpipe.distributed.world import World
 from nestpipe.pipelining.finite import NonFiniteError, all_finite, are_finite, finite
 from nestpipe.pipelining.step import Step
@@ -68,7 +68,7 @@ class DenseReducer:
         self._see_parameters()
         self._check_untouched()
         self._begin_rest()
-        if step is not None and has_streams(self.world.device):
+        if step is not None and is_accelerator(self.world.device):
             self._finish_on_device(step, loss)
             return
         is_finite = loss is None or bool(loss.isfinite())

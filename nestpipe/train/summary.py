@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceBytes
 from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes, StepTotals
@@ -107,7 +107,7 @@ def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | 
 
     All ranks call it, and get the same. Without a budget only what the whole device held; without a device, nothing.
     """
-    has_device, needed = has_streams(world.device), result.device_bytes
+    has_device, needed = is_accelerator(world.device), result.device_bytes
     whole = torch.accelerator.max_memory_allocated(world.device) if has_device else 0
     terms = (needed or DeviceBytes()).terms
     staging = needed.staging if needed is not None else 0

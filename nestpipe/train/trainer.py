@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import has_streams
+from nestpipe.device.streams import is_accelerator
 from nestpipe.distributed.world import World
 from nestpipe.embedding.device_memory import DeviceBytes
 from nestpipe.embedding.table import Feature, tables_of
@@ -187,7 +187,7 @@ class Trainer:
             with pipeline:
                 for step in pipeline:
                     loss = self._train(step)
-                    if has_streams(self.world.device):
+                    if is_accelerator(self.world.device):
                         _move(pipeline.losses, result.losses)
                     else:
                         result.losses.append(float(loss))

@@ -35,7 +35,7 @@ class OwnedOnly:
 
 @pytest.fixture(params=[1 << 20, 300], ids=["one stretch", "many"])
 def as_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(of_product, "has_streams", lambda device: True)
+    monkeypatch.setattr(of_product, "is_accelerator", lambda device: True)
     monkeypatch.setattr(of_product, "STRETCH_BYTES", request.param)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # new memory is full of NaN

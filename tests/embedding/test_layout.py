@@ -75,9 +75,9 @@ def digests(world: World, staged: bool) -> list[str]:
             with pytest.MonkeyPatch.context() as patch:
                 if staged:
                     patch.setattr(Channel, "is_staged", property(lambda _: True))
-                    patch.setattr(window, "has_streams", lambda _: True)
+                    patch.setattr(window, "is_accelerator", lambda _: True)
                     patch.setattr(window, "mark", lambda _: Passed())
-                    patch.setattr(window, "lend", lambda *_: None)
+                    patch.setattr(window, "keep_alive_until", lambda *_: None)
                 optimizers = (SGD(0.1), Adagrad(0.1), SGD(0.1))
                 tables = [
                     Table(t.name, t.dim, optimizer=optimizer, dtype=t.dtype, frozen=t.name == "c")

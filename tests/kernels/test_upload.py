@@ -7,7 +7,7 @@ then that of the lists after it.
 import pytest
 import torch
 
-from nestpipe.kernels.lent import num_lent
+from nestpipe.kernels.keep_alive import num_kept_alive
 from nestpipe.kernels.upload import upload
 
 
@@ -26,11 +26,11 @@ def test_a_late_stream_gets_every_list(accelerator: torch.device) -> None:
     lists = [torch.full((n,), n) for n in range(0, 4000, 40)]
     torch.cuda._sleep(200_000_000)  # about 0.1 s
     there = [upload(numbers, accelerator) for numbers in lists]
-    assert num_lent() >= len(lists) - 1, "the device was not late"
+    assert num_kept_alive() >= len(lists) - 1, "the device was not late"
     for numbers, found in zip(lists, there, strict=True):
         assert torch.equal(found.cpu(), numbers)
     upload(lists[1], accelerator)
-    assert num_lent() == 1, "what was read is given back"
+    assert num_kept_alive() == 1, "what was read is given back"
 
 
 def test_host_memory_stays(device: torch.device) -> None:

@@ -6,18 +6,18 @@ from collections import deque
 import torch
 from torch import Tensor
 
-_lent: deque[tuple[torch.Event, Tensor]] = deque()
+_kept: deque[tuple[torch.Event, Tensor]] = deque()
 _lock = threading.Lock()
 
 
-def lend(memory: Tensor, device: torch.device) -> None:
+def keep_alive_until(memory: Tensor, device: torch.device) -> None:
     """Until all that this thread's stream has been given so far is done."""
     moment = torch.accelerator.current_stream(device).record_event()
     with _lock:
-        while _lent and _lent[0][0].query():
-            _lent.popleft()
-        _lent.append((moment, memory))
+        while _kept and _kept[0][0].query():
+            _kept.popleft()
+        _kept.append((moment, memory))
 
 
-def num_lent() -> int:
-    return len(_lent)
+def num_kept_alive() -> int:
+    return len(_kept)
