@@ -157,7 +157,7 @@ class Batch:
 
 def _cloned(tensor: Tensor) -> Tensor:
     """Returns a copy, made by this thread alone: torch's threads would wait for the cores that train meanwhile."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.dtype not in NUMPY_DTYPES:
+    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dtype not in NUMPY_DTYPES:
         return tensor.clone()
     return torch.from_numpy(tensor.resolve_neg().numpy().copy())
 

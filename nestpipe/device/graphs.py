@@ -13,6 +13,18 @@ from nestpipe.device.streams import Streams
 _streams: dict[torch.device, Streams] = {}
 
 
+def can_record(x: Tensor) -> bool:
+    """Says whether a function of x can be recorded: only CUDA has graphs here."""
+    return x.is_cuda
+
+
+def autocast_while_recording(x: Tensor, products: torch.dtype) -> torch.autocast:
+    """Autocast of operations on x as it is now, with products of this dtype, but without its cache: what it keeps of
+    the parameters would be that of the recording for ever."""
+    kind = x.device.type
+    return torch.autocast(kind, products, torch.is_autocast_enabled(kind), cache_enabled=False)
+
+
 class _Use:
     """Of a graph's memory, from a forward until its backward, or until nobody can call that any more."""
 

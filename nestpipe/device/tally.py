@@ -69,5 +69,10 @@ class Tally:
             self._num_bytes -= self._held.pop(key)
 
 
+def whole_device_peak(device: torch.device) -> int | None:
+    """The most memory that all tensors of this process have held on an accelerator; None: it is no accelerator."""
+    return torch.accelerator.max_memory_allocated(device) if is_accelerator(device) else None
+
+
 embedding_memory = Tally()
 """of this process: what the embedding part holds, where the model is; the dense part's memory is not in it"""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nestpipe.device.graphs import Graph
+from nestpipe.device.graphs import Graph, autocast_while_recording, can_record
 from nestpipe.ops.attention import product_dtype
 from nestpipe.ops.sequences import Sequences, Tiles
 
@@ -58,7 +58,7 @@ class Stack:
         return len(self._graphs)
 
     def _graph(self, layers: nn.ModuleList, x: Tensor, sequences: Sequences, size: int) -> Graph | None:
-        if self._has_failed or not (x.is_cuda and torch.is_grad_enabled() and x.requires_grad) or x.is_leaf:
+        if self._has_failed or not (can_record(x) and torch.is_grad_enabled() and x.requires_grad) or x.is_leaf:
             return None
         settings = _settings(layers)
         # Graphs share memory: the backward of one must come before the forward of the next.
@@ -106,9 +106,7 @@ class Stack:
                 x = functional_call(layer, own, (x, of_twin))
             return x
 
-        kind = x.device.type
-        # What autocast keeps of the parameters would be that of the recording for ever.
-        with torch.autocast(kind, product_dtype(x), torch.is_autocast_enabled(kind), cache_enabled=False):
+        with autocast_while_recording(x, product_dtype(x)):
             shape = twin.num_tokens, x.shape[1]
             return Graph(run_with, x.new_empty(shape), list(parameters.values()), self._pool), twin
 

@@ -9,19 +9,18 @@ are bfloat16 or float32 and dims are at most 128; torch elsewhere. "kernel" is a
 Sums are in float32 at least; the output has the dtype of v.
 """
 
-import os
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestpipe.kernels.attention_tiles import LARGEST_DIM, SIZES
+from nestpipe.kernels.dispatch import compiles_triton, interprets_triton
+from nestpipe.kernels.precision import product_dtype as product_dtype
+from nestpipe.kernels.precision import without_autocast
 from nestpipe.ops.attention_blocks import BlockedFuxi, BlockedHstu, wide
 from nestpipe.ops.sequences import BLOCK, Blocks, Pairs, Sequences
 
 ATTENTION_FORMS = ("blocked", "kernel", "plain")
-HAS_TRITON = find_spec("triton") is not None
 
 
 def hstu_attention(
@@ -31,7 +30,7 @@ def hstu_attention(
     check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
-    if takes_kernels(q.device, q.dtype, q.shape[2], v.shape[2], form):
+    if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention import hstu_attention_kernel  # imports Triton
 
         return hstu_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
@@ -46,7 +45,7 @@ def fuxi_attention(
     check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
-    if takes_kernels(q.device, q.dtype, q.shape[2], v.shape[2], form):
+    if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention import fuxi_attention_kernel  # imports Triton
 
         return fuxi_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
@@ -54,30 +53,25 @@ def fuxi_attention(
     return out
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Of products with x, as autocast has it."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def tile_size(x: Tensor, dim_qk: int, dim_v: int, form: str) -> int | None:
-    """Of the tiles that a layer on x works on; None: kernels do not run here."""
+    """The size of the tiles that a layer on x works on; None: kernels do not run here."""
     dtype = product_dtype(x)
-    return SIZES[dtype] if takes_kernels(x.device, dtype, dim_qk, dim_v, form) else None
+    return SIZES[dtype] if takes_kernels(x, dtype, dim_qk, dim_v, form) else None
 
 
-def takes_kernels(device: torch.device, dtype: torch.dtype, dim_qk: int, dim_v: int, form: str) -> bool:
+def takes_kernels(x: Tensor, dtype: torch.dtype, dim_qk: int, dim_v: int, form: str) -> bool:
+    """Says whether kernels do the attention where x is, of q, k, v in this dtype."""
     if form == "plain":
         return False
     can_take = dtype in SIZES and max(dim_qk, dim_v) <= LARGEST_DIM
     if form != "kernel":
-        return can_take and device.type == "cuda" and HAS_TRITON
+        return can_take and compiles_triton(x)
     if not can_take:
         raise ValueError(
             f"attention 'kernel' takes bfloat16 or float32 and dims up to {LARGEST_DIM}, got {dtype} with dim_qk "
             f"{dim_qk} and dim_v {dim_v}; use 'blocked'"
         )
-    if not HAS_TRITON or not (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not (compiles_triton(x) or interprets_triton()):
         raise ValueError("attention 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
     return True
 
@@ -102,7 +96,7 @@ def check_weights(w_pos: Tensor, sequences: Sequences, form: str) -> None:
 
 def _plain_hstu(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> Tensor:
     blocks, dtype = sequences.in_blocks(sequences.max_length), v.dtype
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         b_pos, b_ts = _biases(w_pos, w_ts, sequences)
         q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
         scores = q @ k.transpose(2, 3) + (b_pos + b_ts)[:, None]
@@ -112,7 +106,7 @@ def _plain_hstu(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, se
 
 def _plain_fuxi(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> Tensor:
     blocks, dtype = sequences.in_blocks(sequences.max_length), v.dtype
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         b_pos, b_ts = _biases(w_pos, w_ts, sequences)
         q, k, v = (wide(blocks.by_head(x)) for x in (q, k, v))
         weights = F.silu(q @ k.transpose(2, 3)) / sequences.max_length

@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.kernels.precision import without_autocast
 from nestpipe.ops.sequences import Blocks, Pairs
 
 Gradients = tuple[Tensor | None, ...]
 Result = TypeVar("Result")
 
 
-def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Of a forward or backward: autocast would round what is meant to be in float32."""
+def exempt_from_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A forward or backward as it is without autocast, which would round what is meant to be in float32."""
 
     @wraps(function)
     def wrapped(ctx: Any, first: Tensor, *others: Any) -> Result:
-        with torch.autocast(first.device.type, enabled=False):
+        with without_autocast(first):
             return function(ctx, first, *others)
 
     return wrapped
@@ -33,7 +34,7 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 
 class BlockedHstu(torch.autograd.Function):
     @staticmethod
-    @without_autocast
+    @exempt_from_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
         ctx.save_for_backward(q, k, v, w_pos, w_ts)
         ctx.blocks = blocks
@@ -47,7 +48,7 @@ class BlockedHstu(torch.autograd.Function):
         return blocks.from_heads(out.div_(blocks.max_length)).to(dtype)
 
     @staticmethod
-    @without_autocast
+    @exempt_from_autocast
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors
@@ -71,7 +72,7 @@ class BlockedHstu(torch.autograd.Function):
 
 class BlockedFuxi(torch.autograd.Function):
     @staticmethod
-    @without_autocast
+    @exempt_from_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, blocks: Blocks) -> Tensor:
         ctx.save_for_backward(q, k, v, w_pos, w_ts)
         ctx.blocks = blocks
@@ -90,7 +91,7 @@ class BlockedFuxi(torch.autograd.Function):
         return torch.cat([*parts, blocks.from_heads(by_score.div_(blocks.max_length))], dim=2).to(dtype)
 
     @staticmethod
-    @without_autocast
+    @exempt_from_autocast
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         blocks, (q, k, v, w_pos, w_ts) = ctx.blocks, ctx.saved_tensors

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from nestpipe.kernels.dispatch import adds_in_order
+
 
 def add_in_order(target: Tensor, index: Tensor, source: Tensor) -> None:
     """target[index[i]] += source[i], [n, dim] each; what goes to one row in the order of i.
 
     On an accelerator index_add_ uses atomic additions, which come in any order, and so may index_put_.
     """
-    if target.device.type == "cpu":
+    if adds_in_order(target):
         target.index_add_(0, index, source)
     else:
         add_sorted(target, index, source)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.kernels.attention_tiles import SIZES
-from nestpipe.kernels.dispatch import HAS_TRITON, runs_triton
+from nestpipe.kernels.dispatch import compiles_triton, elements_at_a_time, runs_triton
+from nestpipe.kernels.precision import product_dtype, without_autocast
 from nestpipe.kernels.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
 from nestpipe.kernels.upload import upload
 from nestpipe.ops.ordered import add_in_order
@@ -27,8 +28,7 @@ from nestpipe.ops.sequences import BLOCK, Sequences
 NEGATIVES_PER = ("position", "sample")
 FORMS = ("blocked", "kernel", "plain")
 GATHERED_ELEMENTS = 2**19
-"""elements of rows gathered at a time: few enough for a core's own memory"""
-GATHERED_ELEMENTS_ON_DEVICE = 2**26
+"""elements of rows gathered at a time in host memory: few enough for a core's own memory"""
 
 
 def sampled_softmax(
@@ -54,7 +54,7 @@ def sampled_softmax(
         index = history.index, target.index, negatives.index
         return sampled_softmax_kernel(values, index, sequences.in_tiles(_tile_size(outputs)), temperature)
     rows, positives = history.rows, next_items(history, target, sequences)
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast(rows):
         outputs, rows = unit(outputs.to(rows.dtype)), unit(rows)
         if form == "plain":
             return _plain(outputs, rows, positives, of_each, sequences, negatives_per, temperature)
@@ -69,7 +69,7 @@ def _takes_kernels(outputs: Tensor, rows: Tensor, negatives_per: str, form: str)
         raise ValueError(f"form is {form!r}, must be one of {', '.join(map(repr, FORMS))}")
     can_take = negatives_per == "sample" and rows.dtype == torch.float32 and outputs.dtype in OUTPUT_DTYPES
     if form != "kernel":
-        return form == "blocked" and can_take and outputs.is_cuda and HAS_TRITON
+        return form == "blocked" and can_take and compiles_triton(outputs)
     if not can_take:
         raise ValueError(
             f"form 'kernel' takes negatives of each sample, rows of float32 and outputs of float32 or bfloat16, got "
@@ -82,9 +82,7 @@ def _takes_kernels(outputs: Tensor, rows: Tensor, negatives_per: str, form: str)
 
 def _tile_size(outputs: Tensor) -> int:
     """That of attention, so that both share the tiles."""
-    device = outputs.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else outputs.dtype
-    return SIZES.get(dtype, BLOCK)
+    return SIZES.get(product_dtype(outputs), BLOCK)
 
 
 def unit(vectors: Tensor) -> Tensor:
@@ -195,7 +193,7 @@ class _Blocked(torch.autograd.Function):
 
 def _parts(work: _Work, dim: int) -> list[slice]:
     num_units, tokens = work.positives.shape
-    num_elements = GATHERED_ELEMENTS if work.negatives.device.type == "cpu" else GATHERED_ELEMENTS_ON_DEVICE
+    num_elements = elements_at_a_time(work.negatives, GATHERED_ELEMENTS)
     at_a_time = max(1, num_elements // (work.negatives.shape[1] * max(dim, tokens)))
     return [slice(first, first + at_a_time) for first in range(0, num_units, at_a_time)]
 

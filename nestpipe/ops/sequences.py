@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.attention_tiles import Tiles as Tiles
+from nestpipe.kernels.dispatch import elements_at_a_time
 from nestpipe.kernels.upload import upload
 
 NUM_TIME_BUCKETS = 129
 BLOCK = 64
 """tokens in a block"""
 PAIR_ELEMENTS = 2**18
-"""Scores worked on at a time: few enough to stay in a core's own memory, enough to make a call worth while."""
-PAIR_ELEMENTS_ON_DEVICE = 2**26
+"""scores worked on at a time in host memory: few enough for a core's own memory, enough to make a call worth while"""
 
 
 class Sequences:
@@ -147,7 +147,7 @@ class Blocks:
     def pairs(self, num_heads: int) -> Iterator[Pairs]:
         """All of them, a few at a time, by distance: a query meets near keys first, whatever samples are beside it."""
         device = self.slots.device
-        num_elements = PAIR_ELEMENTS if device.type == "cpu" else PAIR_ELEMENTS_ON_DEVICE
+        num_elements = elements_at_a_time(self.slots, PAIR_ELEMENTS)
         at_a_time = max(1, num_elements // (num_heads * self.size**2))
         for distance in range(self.most_blocks):
             for queries in upload((self.numbers >= distance).nonzero().flatten(), device).split(at_a_time):

@@ -193,7 +193,7 @@ def check_array(
         raise TypeError(f"{what} must be a torch.Tensor, got {type(array).__name__}")
     if array.dtype != dtype:
         raise TypeError(f"{what} must be {dtype}, got {array.dtype}; convert with .to({dtype})")
-    if array.device.type != "cpu":
+    if not array.is_cpu:
         raise ValueError(f"{what} must be in host memory, got a tensor on {array.device}; copy it with .cpu()")
     fits = array.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, array.shape, strict=True))
     if not fits:

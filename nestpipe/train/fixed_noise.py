@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nestpipe.device.generators import forked_generators
 from nestpipe.pipelining.step import seed_generators
 
 Values = Mapping[str, Any]
@@ -101,11 +102,10 @@ def _without_noise(func: Any, args: tuple[Any, ...]) -> list[Any]:
 def fixed_noise(device: torch.device) -> Iterator[FixedNoise]:
     """Around the forwards that are compared. Afterwards every generator is as before."""
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     noise = FixedNoise()
     # cuDNN keeps the random state of its recurrent layers for the life of the process, where it cannot be restored.
     try:
-        with torch.random.fork_rng(devices, device_type=device.type), torch.backends.cudnn.flags(enabled=False):
+        with forked_generators(device), torch.backends.cudnn.flags(enabled=False):
             yield noise
     finally:
         noise.restore_generators()

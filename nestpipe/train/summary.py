@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nestpipe.device.streams import is_accelerator
+from nestpipe.device.tally import whole_device_peak
 from nestpipe.distributed import World
 from nestpipe.embedding.device_memory import DeviceBytes
 from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes, StepTotals
@@ -103,19 +103,18 @@ def table_memory(trainer: "Trainer") -> list[TableMemory]:
 
 
 def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | None:
-    """Of the rank whose embeddings need most, by the formula: its terms, their sum, and what they did hold at most.
+    """The memory of the rank whose embeddings need most, by the formula: terms, their sum, what they did hold at most.
 
     All ranks call it, and get the same. Without a budget only what the whole device held; without a device, nothing.
     """
-    has_device, needed = is_accelerator(world.device), result.device_bytes
-    whole = torch.accelerator.max_memory_allocated(world.device) if has_device else 0
+    whole, needed = whole_device_peak(world.device), result.device_bytes
     terms = (needed or DeviceBytes()).terms
     staging = needed.staging if needed is not None else 0
-    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole, staging, *terms.values()]])
+    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole or 0, staging, *terms.values()]])
     of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
     most, peak, _, staging, *parts = of_ranks[int(of_ranks[:, 0].argmax())].tolist()
-    device = {"whole_device_peak_bytes": int(of_ranks[:, 2].max()) if has_device else None}
+    device = {"whole_device_peak_bytes": None if whole is None else int(of_ranks[:, 2].max())}
     if needed is None:
-        return device if has_device else None
+        return None if whole is None else device
     of_terms = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
     return {"formula_bytes": most, "peak_bytes": peak, **of_terms, "host_staging_bytes": staging, **device}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestpipe.device.tally import Tally
+from nestpipe.device.tally import Tally, whole_device_peak
 
 CPU = torch.device("cpu")
 
@@ -61,3 +61,7 @@ def test_other_devices_and_other_times(tally: Tally) -> None:
     here = torch.empty(100)
     tally.add(here)
     assert held(tally) == 0
+
+
+def test_host_memory_is_no_whole_device() -> None:
+    assert whole_device_peak(CPU) is None

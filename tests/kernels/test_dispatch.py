@@ -7,7 +7,13 @@ import sys
 import pytest
 import torch
 
-from nestpipe.kernels.dispatch import runs_triton
+from nestpipe.kernels.dispatch import (
+    ELEMENTS_ON_DEVICE,
+    adds_in_order,
+    compiles_triton,
+    elements_at_a_time,
+    runs_triton,
+)
 
 WITHOUT_TRITON = """
 import sys
@@ -40,3 +46,18 @@ def test_which_form_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert runs_triton(torch.zeros(1, device=device)) == (device.type == "cuda")
     assert not runs_triton(torch.zeros(1, device="meta"))
+
+
+def test_kernels_are_compiled_on_cuda_alone(device: torch.device) -> None:
+    """Even where the interpreter is asked for. Fails if compiles_triton is runs_triton."""
+    assert compiles_triton(torch.zeros(1, device=device)) == (device.type == "cuda")
+    assert not compiles_triton(torch.zeros(1), torch.zeros(1, device="meta"))
+
+
+def test_how_torch_works_where_an_array_is() -> None:
+    """Fails if memory that is not the host's counts as such; meta stands for it."""
+    here, there = torch.zeros(1), torch.zeros(1, device="meta")
+    assert adds_in_order(here)
+    assert not adds_in_order(there)
+    assert elements_at_a_time(here, 7) == 7
+    assert elements_at_a_time(there, 7) == ELEMENTS_ON_DEVICE
