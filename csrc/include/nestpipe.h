@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 6
+#define NESTPIPE_ABI_VERSION 7
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -177,6 +177,45 @@ NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table,
 /* Removes keys; missing and repeated ones are no error. num_erased: how many were there; may be null. */
 NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                             int64_t* num_erased);
+
+/* Calls on several tables at once. Their keys are ordered by table: table tables[t] has keys offsets[t] ..
+ * offsets[t + 1] - 1. Threads share the keys of all tables. A call happens to all tables at one moment: a reader sees
+ * all of a writer's call or nothing, and a writer that is refused has changed no table.
+ *   tables   [num_tables] in any order, each at most once
+ *   offsets  [num_tables + 1] ascending, from 0 to num_keys */
+
+/* As nestpipe_gather_into for each table. Their records have the same number of columns and the same dtype. */
+NESTPIPE_API nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tables,
+                                                    const int64_t* offsets, int64_t num_tables, const int64_t* keys,
+                                                    int64_t num_keys, const int64_t* places, int64_t num_columns,
+                                                    void* out, int64_t num_out, int64_t stride, uint8_t* found,
+                                                    int32_t num_threads);
+
+/* As nestpipe_scatter_from for each table, with records as above. */
+NESTPIPE_API nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* tables,
+                                                     const int64_t* offsets, int64_t num_tables, const int64_t* keys,
+                                                     int64_t num_keys, const int64_t* places, const void* records,
+                                                     int64_t num_records, int64_t stride, int64_t step,
+                                                     int32_t num_threads);
+
+/* As nestpipe_find for each table; tables of any kind. */
+NESTPIPE_API nestpipe_status nestpipe_find_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,
+                                                  int64_t num_tables, const int64_t* keys, int64_t num_keys,
+                                                  uint8_t* found, int32_t num_threads);
+
+/* sizes: [num_tables], as nestpipe_table_size for each table, one after the other; repeats allowed. */
+NESTPIPE_API nestpipe_status nestpipe_table_sizes(nestpipe_store* store, const int32_t* tables, int64_t num_tables,
+                                                  int64_t* sizes);
+
+/* Where the keys of a list occur in another list, table by table. Needs no store.
+ *   before, before_offsets  [num_before] and [num_tables + 1], as above; distinct within a table
+ *   here, here_offsets      [num_here] and [num_tables + 1]
+ *   places                  [num_here] here[i] == before[places[i]], within the same table; -1 where there is none
+ * The arrays must not overlap. The calling thread keeps the memory it worked in for its next call. */
+NESTPIPE_API nestpipe_status nestpipe_match_tables(const int64_t* before, int64_t num_before,
+                                                   const int64_t* before_offsets, const int64_t* here, int64_t num_here,
+                                                   const int64_t* here_offsets, int64_t num_tables, int64_t* places,
+                                                   int32_t num_threads);
 
 /* ---- pieces: the rows of buckets [first_bucket, end_bucket), in ascending order of the keys' hashes ----------
  * Each call passes once over the index of the whole table, so few large pieces are cheaper than many small ones. */

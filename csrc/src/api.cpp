@@ -4,7 +4,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "boundary.hpp"
 #include "dedup.hpp"
@@ -12,22 +11,11 @@
 #include "mix.hpp"
 #include "nestpipe.h"
 #include "owner.hpp"
+#include "store.hpp"
 #include "table.hpp"
+#include "tables.hpp"
 
 using namespace nestpipe;
-
-struct nestpipe_store {
-    std::mutex mutex;  // guards the list, not the tables
-    std::vector<std::unique_ptr<Table>> tables;
-
-    Table& table(int32_t number) {
-        std::lock_guard lock(mutex);
-        if (number < 0 || static_cast<size_t>(number) >= tables.size())
-            refuse("there is no table number " + std::to_string(number) + " in this store, which has " +
-                   std::to_string(tables.size()));
-        return *tables[static_cast<size_t>(number)];
-    }
-};
 
 namespace {
 
@@ -44,26 +32,6 @@ void need_bytes(const Table& table, int64_t num_rows, int64_t num_columns, int64
         refuse(std::string(what) + " of table '" + table.name() + "' has " + std::to_string(bytes) + " bytes; " +
                std::to_string(num_rows) + " rows of " + std::to_string(num_columns) + " columns of " +
                std::to_string(table.item_bytes()) + " bytes need " + std::to_string(needed));
-}
-
-// An array of num_records records, `stride` elements apart, that may have places in it: without any, the i-th key has
-// record i.
-void need_records(const Table& table, const void* records, int64_t num_records, int64_t num_columns, int64_t stride,
-                  const int64_t* places, int64_t num_keys, const char* what) {
-    need_count(num_records, "size of the array");
-    int64_t bytes;
-    if (stride < num_columns)
-        refuse(std::string(what) + " has records that overlap: they have " + std::to_string(num_columns) +
-               " columns and are " + std::to_string(stride) + " apart");
-    if (__builtin_mul_overflow(stride, table.item_bytes(), &bytes) ||
-        __builtin_mul_overflow(num_records, bytes, &bytes))
-        refuse(std::string(what) + " would have more than 2^63 bytes");
-    if (places != nullptr)
-        need_places(places, num_keys, num_records, "places");
-    else if (num_keys > num_records)
-        refuse(std::string(what) + " has " + std::to_string(num_records) + " records for " + std::to_string(num_keys) +
-               " keys and no places");
-    need_array(records, num_keys, what);
 }
 
 void need_apart(const void* a, const void* b, int64_t bytes, const char* what) {
@@ -119,13 +87,6 @@ void check_spec(const nestpipe_table_spec& spec) {
 uint64_t salt_of(const char* table_name) {
     need(table_name, "table name");
     return nestpipe::name_salt(table_name);
-}
-
-void need_columns(const Table& table, int64_t num_columns) {
-    if (num_columns != table.dim() && num_columns != table.num_columns())
-        refuse("gather from table '" + table.name() + "': num_columns is " + std::to_string(num_columns) +
-               ", must be " + std::to_string(table.dim()) + " (rows) or " + std::to_string(table.num_columns()) +
-               " (rows and row state)");
 }
 
 }  // namespace
@@ -184,7 +145,7 @@ nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int6
                                 int64_t num_columns, void* out, int64_t out_bytes, uint8_t* found, int64_t* steps,
                                 int32_t num_threads) {
     return guarded([&] {
-        const Table& source = the_table(store, table);
+        Table& source = the_table(store, table);
         need_count(num_keys, "num_keys");
         need_array(keys, num_keys, "keys");
         need_array(out, num_keys, "out");
@@ -192,7 +153,7 @@ nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int6
         need_columns(source, num_columns);
         need_bytes(source, num_keys, num_columns, out_bytes, "out");
         const RecordsAt<char> target{static_cast<char*>(out), nullptr, num_columns * source.item_bytes()};
-        source.gather(keys, num_keys, num_columns, target, found, steps, num_threads);
+        Tables(source, keys, num_keys).gather(num_columns, target, found, steps, num_threads);
     });
 }
 
@@ -200,14 +161,14 @@ nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const
                                      const int64_t* places, int64_t num_columns, void* out, int64_t num_out,
                                      int64_t stride, uint8_t* found, int32_t num_threads) {
     return guarded([&] {
-        const Table& source = the_table(store, table);
+        Table& source = the_table(store, table);
         need_count(num_keys, "num_keys");
         need_array(keys, num_keys, "keys");
         need_threads(num_threads);
         need_columns(source, num_columns);
         need_records(source, out, num_out, num_columns, stride, places, num_keys, "out");
         const RecordsAt<char> target{static_cast<char*>(out), places, stride * source.item_bytes()};
-        source.gather(keys, num_keys, num_columns, target, found, nullptr, num_threads);
+        Tables(source, keys, num_keys).gather(num_columns, target, found, nullptr, num_threads);
     });
 }
 
@@ -222,7 +183,8 @@ nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int
         need_bytes(target, num_keys, target.num_columns(), records_bytes, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), nullptr,
                                            target.num_columns() * target.item_bytes()};
-        target.scatter(keys, num_keys, source, step, num_threads);
+        need_step(target, step);
+        Tables(target, keys, num_keys).write(source, nullptr, step, num_threads);
     });
 }
 
@@ -236,19 +198,20 @@ nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, cons
         need_threads(num_threads);
         need_records(target, records, num_records, target.num_columns(), stride, places, num_keys, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * target.item_bytes()};
-        target.scatter(keys, num_keys, source, step, num_threads);
+        need_step(target, step);
+        Tables(target, keys, num_keys).write(source, nullptr, step, num_threads);
     });
 }
 
 nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                               uint8_t* found, int32_t num_threads) {
     return guarded([&] {
-        const Table& source = the_table(store, table);
+        Table& source = the_table(store, table);
         need_count(num_keys, "num_keys");
         need_array(keys, num_keys, "keys");
         need_array(found, num_keys, "found");
         need_threads(num_threads);
-        source.find(keys, num_keys, found, num_threads);
+        Tables(source, keys, num_keys).find(found, num_threads);
     });
 }
 

@@ -4,80 +4,29 @@
 #include "dedup.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <string>
 #include <vector>
 
 #include "error.hpp"
+#include "key_lines.hpp"
 #include "lookahead.hpp"
 #include "parallel.hpp"
-#include "prefetch.hpp"
 #include "region.hpp"
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 namespace nestpipe {
 
 namespace {
 
 constexpr int64_t kGrain = 8192;  // keys a thread takes at a time
-constexpr uint32_t kNoNumber = UINT32_MAX;
-
-// Both halves of one 128-bit product: cheaper than mix64, and good enough for a table that compares whole keys.
-uint64_t fold_hash(int64_t key) {
-    const auto product =
-        static_cast<unsigned __int128>(static_cast<uint64_t>(key) ^ 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
-    return static_cast<uint64_t>(product >> 64) ^ static_cast<uint64_t>(product);
-}
-
-// A cache line of a hash table from keys to their numbers. A slot has 32 bits of the hash; the key itself, in the list
-// of distinct keys, settles the matter.
-struct alignas(64) Line {
-    uint32_t tag[8];
-    uint32_t number_plus_one[8];  // 0: empty; a line is filled from its front
-
-    // Bit s is set where slot s is empty or has this tag.
-    unsigned candidates(uint32_t wanted) const {
-#if defined(__SSE2__)
-        const auto* word = reinterpret_cast<const __m128i*>(this);
-        const __m128i tags = _mm_set1_epi32(static_cast<int>(wanted)), zero = _mm_setzero_si128();
-        const __m128i front = _mm_or_si128(_mm_cmpeq_epi32(word[0], tags), _mm_cmpeq_epi32(word[2], zero));
-        const __m128i back = _mm_or_si128(_mm_cmpeq_epi32(word[1], tags), _mm_cmpeq_epi32(word[3], zero));
-        return static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(_mm_packs_epi32(front, back), zero)));
-#else
-        unsigned mask = 0;
-        for (unsigned s = 0; s < 8; ++s) mask |= unsigned{tag[s] == wanted || number_plus_one[s] == 0} << s;
-        return mask;
-#endif
-    }
-};
-static_assert(sizeof(Line) == 64);
 
 // Numbers distinct keys in the order in which it meets them.
-class Numbering {
+class Numbering : public KeyLines {
  public:
     // lines: num_lines of them, and one more.
-    Numbering(Line* lines, int64_t num_lines, int64_t* unique)
-        : lines_(lines), num_lines_(static_cast<uint64_t>(num_lines)), unique_(unique) {}
-
-    void clear() { std::memset(static_cast<void*>(lines_), 0, num_lines_ * sizeof(Line)); }  // before all else
+    Numbering(Line* lines, int64_t num_lines, int64_t* unique) : KeyLines(lines, num_lines), unique_(unique) {}
 
     int64_t num_unique() const { return static_cast<int64_t>(num_unique_); }
-
-    // Where the search for a key begins, and what to look for there.
-    struct Start {
-        Line* line;
-        uint32_t tag;
-    };
-    Start start(int64_t key) const {
-        const uint64_t hash = fold_hash(key);
-        Line* line = lines_ + ((hash >> 32) * num_lines_ >> 32);
-        prefetch(line);
-        return {line, static_cast<uint32_t>(hash)};
-    }
 
     // The number of the key, known or new. The table must have room. Where nearly every key is new, a branch says so;
     // elsewhere no processor can predict it, and new and known keys run the same instructions.
@@ -106,48 +55,20 @@ class Numbering {
     }
 
     // The number of a known key, or kNoNumber.
-    uint32_t find(int64_t key, Start at) const {
-        for (const Line* line = at.line;; line = next(line))
-            for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
-                const uint32_t there = line->number_plus_one[__builtin_ctz(mask)];
-                if (there == 0) return kNoNumber;
-                if (unique_[there - 1] == key) return there - 1;
-            }
-    }
+    uint32_t find(int64_t key, Start at) const { return KeyLines::find(key, at, unique_); }
 
  private:
-    template <typename SomeLine>
-    SomeLine* next(SomeLine* line) const {
-        return line + 1 == lines_ + num_lines_ ? lines_ : line + 1;
-    }
-
     // condition ? yes : no, in arithmetic: compilers make a branch of the other form.
     static Line* choose(uint64_t condition, Line* yes, Line* no) {
         const auto a = reinterpret_cast<uintptr_t>(yes), b = reinterpret_cast<uintptr_t>(no);
         return reinterpret_cast<Line*>(b ^ ((a ^ b) & condition));
     }
 
-    Line* lines_;
-    uint64_t num_lines_;
     int64_t* unique_;
     uint64_t num_unique_ = 0;
 };
 
-// Address space for `count` elements; only what is written costs memory. Each thread keeps its own for its next call: a
-// fresh page costs more than all the work done on it.
-template <typename Element>
-Element* scratch(Region& region, int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(Element);
-    if (region.bytes() < bytes) {
-        region = Region(bytes);
-        region.advise_huge(0, region.bytes());
-    }
-    return static_cast<Element*>(region.data());
-}
-
 thread_local Region table_memory, unique_memory, place_memory;
-
-int64_t num_lines_for(int64_t num_keys) { return num_keys / 5 + 2; }  // eight slots each: 5/8 full at most
 
 // A stretch [begin, end) of the keys and the numbering of its distinct ones. Its i-th distinct key has the place
 // begin + i, a number below that of every place of later stretches.

@@ -10,6 +10,7 @@
 #include "prefetch.hpp"
 #include "sha256.hpp"
 #include "table.hpp"
+#include "tables.hpp"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "digests are defined on little-endian bytes"
@@ -97,7 +98,7 @@ void Table::import_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_r
             refuse("import into table '" + name_ + "': step " + std::to_string(steps[i]) + " of key " +
                    std::to_string(keys[i]) + " is negative");
     }
-    write(keys, num_rows, {records, nullptr, record_bytes_}, steps, 0, num_threads);
+    Tables(*this, keys, num_rows).write({records, nullptr, record_bytes_}, steps, 0, num_threads);
 }
 
 void Table::digest(uint8_t* sum, int32_t num_threads) const {

@@ -1,6 +1,7 @@
 """The oracle of the host store: the same interface in plain Python, as simple as it can be, and slow."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,7 +74,7 @@ class DictStore:
         return found.copy_(self.find(table, keys))
 
     def open_writer(self) -> Writer:
-        return self._access.open(self._scatter_from)
+        return self._access.open(self._scatter_from, self._scatter_tables)
 
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         self._access.check("scatter_from")
@@ -83,6 +84,57 @@ class DictStore:
         num_keys = check.check_keys(keys)
         check.check_records_at(self.spec(table), records, "records", places, num_keys)
         self._scatter(table, keys, records[_places(places, num_keys, len(records))], step)
+
+    def gather_tables(
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        out: Tensor,
+        places: Tensor | None,
+        found: Tensor | None = None,
+    ) -> Tensor:
+        num_keys = check.check_keys(keys)
+        self._check_same_records(tables)
+        check.check_records_at(self.spec(tables[0]), out, "out", places, num_keys)
+        found = check.check_found(found, num_keys)
+        at = _places(places, num_keys, len(out))
+        for table, stretch in self._stretches(tables, offsets, num_keys):
+            found[stretch] = self.gather_into(table, keys[stretch], out, at[stretch])
+        return found
+
+    def scatter_tables(
+        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+    ) -> None:
+        self._access.check("scatter_tables")
+        self._scatter_tables(tables, offsets, keys, records, places, step)
+
+    def _scatter_tables(
+        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+    ) -> None:
+        num_keys = check.check_keys(keys)
+        self._check_same_records(tables)
+        check.check_records_at(self.spec(tables[0]), records, "records", places, num_keys)
+        check.check_step(step)
+        at = _places(places, num_keys, len(records))
+        stretches = self._stretches(tables, offsets, num_keys)
+        before = {table: dict(self._table(table).rows) for table in tables}
+        try:
+            for table, stretch in stretches:
+                self._scatter_from(table, keys[stretch], records, at[stretch], step)
+        except TableFullError:
+            for table, rows in before.items():
+                self._table(table).rows = rows
+            raise
+
+    def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
+        found = torch.empty(check.check_keys(keys), dtype=torch.bool)
+        for table, stretch in self._stretches(tables, offsets, len(keys)):
+            found[stretch] = self.find(table, keys[stretch])
+        return found
+
+    def sizes(self, tables: Sequence[str]) -> Tensor:
+        return torch.tensor([self.size(table) for table in tables], dtype=torch.int64)
 
     def find(self, table: str, keys: Tensor) -> Tensor:
         check.check_keys(keys)
@@ -139,6 +191,25 @@ class DictStore:
             raise ValueError(f"there is no table {table!r} in the store; it has {sorted(self._tables) or 'none'}")
         return self._tables[table]
 
+    def _check_same_records(self, tables: Sequence[str]) -> None:
+        check.check_some_tables(tables)
+        first = self.spec(tables[0])
+        for spec in map(self.spec, tables):
+            if (spec.num_columns, spec.dtype) != (first.num_columns, first.dtype):
+                raise ValueError(f"tables of one call need records of one size: {first.name!r} and {spec.name!r}")
+
+    def _stretches(self, tables: Sequence[str], offsets: Tensor, num_keys: int) -> list[tuple[str, slice]]:
+        """The tables and the keys of each."""
+        check.check_offsets("offsets", offsets, len(tables))
+        for table in tables:
+            self._table(table)
+        if len(set(tables)) < len(tables):
+            raise ValueError(f"a table is given twice in {list(tables)}")
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_keys or bounds != sorted(bounds):
+            raise ValueError(f"offsets do not rise from 0 to the number of keys, {num_keys}")
+        return [(table, slice(*bounds[t : t + 2])) for t, table in enumerate(tables)]
+
     def _keys_of(self, table: str, first_bucket: int, end_bucket: int) -> list[int]:
         check.check_buckets(first_bucket, end_bucket)
         keys = [key for key in self._table(table).rows if first_bucket <= bucket_of(key, table) < end_bucket]
@@ -164,6 +235,16 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
     numbers: dict[int, int] = {}
     inverse = [numbers.setdefault(key, len(numbers)) for key in keys.tolist()]
     return torch.tensor(list(numbers), dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
+
+
+def match_tables(before: Tensor, before_offsets: Tensor, here: Tensor, here_offsets: Tensor) -> Tensor:
+    """The oracle of key_ops.match_tables."""
+    before_starts, here_starts, places = before_offsets.tolist(), here_offsets.tolist(), []
+    for t in range(len(here_starts) - 1):
+        known = before[before_starts[t] : before_starts[t + 1]].tolist()
+        numbers = {key: before_starts[t] + number for number, key in enumerate(known)}
+        places += [numbers.get(key, -1) for key in here[here_starts[t] : here_starts[t + 1]].tolist()]
+    return torch.tensor(places, dtype=torch.int64)
 
 
 def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from ctypes import byref, c_double, c_int32, c_int64, c_uint8, c_void_p
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
 from nestpipe.store.native import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
 from nestpipe.store.writer import WriteAccess, Writer
+
+
+class _Group(NamedTuple):
+    """Tables that are named together, call after call."""
+
+    numbers: Tensor
+    """[n] int32, as the library knows them"""
+    first: TableSpec | None
 
 
 class HostStore:
@@ -27,6 +36,7 @@ class HostStore:
         finalizer = weakref.finalize(self, call, "store_destroy", self._store)
         finalizer.atexit = False  # at exit a daemon thread may still be in a call; the process's end frees all
         self._tables: dict[str, tuple[int, TableSpec]] = {}
+        self._groups: dict[tuple[str, ...], _Group] = {}
         self._access = WriteAccess()
 
     def __reduce__(self) -> NoReturn:
@@ -108,7 +118,7 @@ class HostStore:
         return found
 
     def open_writer(self) -> Writer:
-        return self._access.open(self._scatter_from)
+        return self._access.open(self._scatter_from, self._scatter_tables)
 
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
         self._access.check("scatter_from")
@@ -131,6 +141,79 @@ class HostStore:
             step,
             self.num_threads,
         )
+
+    def gather_tables(
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        out: Tensor,
+        places: Tensor | None,
+        found: Tensor | None = None,
+    ) -> Tensor:
+        spec = self._first(tables)
+        num_keys = check.check_keys(keys)
+        stride = check.check_records_at(spec, out, "out", places, num_keys)
+        found = check.check_found(found, num_keys)
+        call(
+            "gather_tables",
+            *self._handles(tables, offsets),
+            pointer(keys),
+            num_keys,
+            pointer(places),
+            spec.num_columns,
+            pointer(out),
+            len(out),
+            stride,
+            pointer(found),
+            self.num_threads,
+        )
+        return found
+
+    def scatter_tables(
+        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+    ) -> None:
+        self._access.check("scatter_tables")
+        self._scatter_tables(tables, offsets, keys, records, places, step)
+
+    def _scatter_tables(
+        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+    ) -> None:
+        spec = self._first(tables)
+        num_keys = check.check_keys(keys)
+        stride = check.check_records_at(spec, records, "records", places, num_keys)
+        check.check_step(step)
+        call(
+            "scatter_tables",
+            *self._handles(tables, offsets),
+            pointer(keys),
+            num_keys,
+            pointer(places),
+            pointer(records),
+            len(records),
+            stride,
+            step,
+            self.num_threads,
+        )
+
+    def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
+        num_keys = check.check_keys(keys)
+        found = torch.empty(num_keys, dtype=torch.bool)
+        call(
+            "find_tables",
+            *self._handles(tables, offsets),
+            pointer(keys),
+            num_keys,
+            pointer(found),
+            self.num_threads,
+        )
+        return found
+
+    def sizes(self, tables: Sequence[str]) -> Tensor:
+        numbers = self._group(tables).numbers
+        sizes = torch.empty(len(numbers), dtype=torch.int64)
+        call("table_sizes", self._store, pointer(numbers), len(numbers), pointer(sizes))
+        return sizes
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         self._access.check("scatter")
@@ -226,6 +309,28 @@ class HostStore:
         if table not in self._tables:
             raise ValueError(f"there is no table {table!r} in the store; it has {sorted(self._tables) or 'none'}")
         return self._tables[table]
+
+    def _group(self, tables: Sequence[str]) -> _Group:
+        """Looks the names up once: with the same ones, a later call costs no operation for each."""
+        names = tuple(tables)
+        group = self._groups.get(names)
+        if group is None:
+            found = [self._table(name) for name in names]
+            numbers = torch.tensor([number for number, _ in found], dtype=torch.int32)
+            group = self._groups[names] = _Group(numbers, found[0][1] if found else None)
+        return group
+
+    def _first(self, tables: Sequence[str]) -> TableSpec:
+        """The first table; the library sees whether the others have records like it."""
+        check.check_some_tables(tables)
+        spec = self._group(tables).first
+        assert spec is not None
+        return spec
+
+    def _handles(self, tables: Sequence[str], offsets: Tensor) -> tuple[c_void_p, int | None, int | None, int]:
+        numbers = self._group(tables).numbers
+        check.check_offsets("offsets", offsets, len(numbers))
+        return self._store, pointer(numbers), pointer(offsets), len(numbers)
 
     def _handle(self, table: str) -> tuple[c_void_p, int]:
         return self._store, self._table(table)[0]

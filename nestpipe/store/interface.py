@@ -145,8 +145,33 @@ class Store(Protocol):
         """Writes rows `places` of `records`, one for each key; None: all, in order. They may be further apart than they
         are long."""
 
+    def gather_tables(
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        out: Tensor,
+        places: Tensor | None,
+        found: Tensor | None = None,
+    ) -> Tensor:
+        """Gathers as gather_into does, from several tables at one moment. Table tables[t] has keys offsets[t] ..
+        offsets[t + 1] - 1; each occurs once, and their records have the same width and dtype."""
+
+    def scatter_tables(
+        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+    ) -> None:
+        """Writes as scatter_from does, to several tables, given as in gather_tables. If one of them has no room,
+        nothing has changed in any."""
+
+    def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
+        """Tells which keys are there, [n] bool. The tables may be of any kind, and are given as in gather_tables."""
+
+    def sizes(self, tables: Sequence[str]) -> Tensor:
+        """The number of rows of each table, int64."""
+
     def open_writer(self) -> Writer:
-        """For an open pipeline: until its writer is closed, scatter, scatter_from, erase and import_piece raise."""
+        """For an open pipeline: until its writer is closed, scatter, scatter_from, scatter_tables, erase and
+        import_piece raise."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 
@@ -216,6 +241,17 @@ def check_keys(keys: Tensor) -> int:
     """Returns how many there are."""
     check_array("keys", keys, torch.int64, [None])
     return keys.numel()
+
+
+def check_offsets(what: str, offsets: Tensor, num_tables: int) -> None:
+    """Offsets of the keys of so many tables; native code sees whether they ascend from 0 to the number of keys."""
+    check_array(what, offsets, torch.int64, [num_tables + 1])
+
+
+def check_some_tables(tables: Sequence[str]) -> None:
+    """Refuses what has no first table, whose records say what the others' look like."""
+    if isinstance(tables, str) or len(tables) == 0:
+        raise ValueError(f"tables must be a sequence of at least one name, got {tables!r}")
 
 
 def check_buckets(first_bucket: int, end_bucket: int) -> None:

@@ -1,11 +1,19 @@
-"""Bulk operations on keys that need no store: dedup, hashing, grouping by owner or by row."""
+"""Bulk operations on keys that need no store: dedup, matching, hashing, grouping by owner or by row."""
 
 from ctypes import byref, c_int64
 
 import torch
 from torch import Tensor
 
-from nestpipe.store.interface import NUM_BUCKETS, check_array, check_integer, check_keys, check_name, check_threads
+from nestpipe.store.interface import (
+    NUM_BUCKETS,
+    check_array,
+    check_integer,
+    check_keys,
+    check_name,
+    check_offsets,
+    check_threads,
+)
 from nestpipe.store.native import call, pointer
 
 
@@ -22,6 +30,34 @@ def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None
     num_unique = c_int64()
     call("unique", pointer(keys), num_keys, pointer(distinct), pointer(inverse), byref(num_unique), num_threads)
     return distinct[: num_unique.value], inverse
+
+
+def match_tables(
+    before: Tensor, before_offsets: Tensor, here: Tensor, here_offsets: Tensor, num_threads: int = 1
+) -> Tensor:
+    """The index in `before` of each key of `here`, looked for within the same table; -1 where it has none.
+
+    Table t has keys offsets[t] .. offsets[t + 1] - 1 of either list. Those of `before` are distinct within a table.
+    """
+    num_before, num_here = check_keys(before), check_keys(here)
+    check_threads(num_threads)
+    num_tables = max(len(here_offsets), 1) - 1
+    check_offsets("before_offsets", before_offsets, num_tables)
+    check_offsets("here_offsets", here_offsets, num_tables)
+    places = torch.empty_like(here)
+    call(
+        "match_tables",
+        pointer(before),
+        num_before,
+        pointer(before_offsets),
+        pointer(here),
+        num_here,
+        pointer(here_offsets),
+        num_tables,
+        pointer(places),
+        num_threads,
+    )
+    return places
 
 
 def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:

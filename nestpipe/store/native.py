@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -84,6 +84,7 @@ class NativeBatch(ctypes.Structure):
 
 
 _TABLE = (c_void_p, c_int32)
+_TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, numbers, offsets of their keys, how many
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
@@ -98,6 +99,21 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "scatter": (*_TABLE, *_KEYS, c_void_p, c_int64, c_int64, c_int32),
     "scatter_from": (*_TABLE, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
     "find": (*_TABLE, *_KEYS, c_void_p, c_int32),
+    "gather_tables": (
+        *_TABLES,
+        *_KEYS,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_int32,
+    ),
+    "scatter_tables": (*_TABLES, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "find_tables": (*_TABLES, *_KEYS, c_void_p, c_int32),
+    "table_sizes": (c_void_p, c_void_p, c_int64, c_void_p),
+    "match_tables": (*_KEYS, c_void_p, *_KEYS, c_void_p, c_int64, c_void_p, c_int32),
     "erase": (*_TABLE, *_KEYS, POINTER(c_int64)),
     "count": (*_TABLE, *_BUCKETS, POINTER(c_int64)),
     "export": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, POINTER(c_int64)),

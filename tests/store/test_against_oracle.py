@@ -4,6 +4,7 @@ Fails, for example, if Index::erase does not move displaced rows back (drop its 
 writes `step` where it should write steps[i].
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,9 @@ class TwoStores(RuleBasedStateMachine):
         self.spec = spec
         self.native, self.oracle = HostStore(num_threads), DictStore()
         self.both("create_table", spec)
+        for name, max_rows in (("second", 40), ("third", None)):
+            self.both("create_table", replace(spec, name=name, max_rows=max_rows))
+        self.both("create_table", replace(spec, name="wider", dim=spec.dim + 1))
         self.num_writes = 0
 
     def both(self, name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -91,6 +95,45 @@ class TwoStores(RuleBasedStateMachine):
         assert torch.equal(*outs)
         records = torch.cat([self.new_records(size), torch.full((size, gap), torch.nan, dtype=self.spec.dtype)], 1)
         self.both("scatter_from", self.spec.name, tensor, records[:, :width], places, self.num_writes)
+
+    @rule(
+        keys=st.lists(KEY_LISTS, min_size=3, max_size=3),
+        first=st.integers(0, 3),
+        num_tables=st.sampled_from([3, 2, 1, 0]),
+        seed=st.integers(0, 99),
+        room=st.sampled_from([2, 0, -1]),
+        odd=st.sampled_from(["", "", "", "repeat", "wider", "unknown", "offsets", "short"]),
+    )
+    def several_tables(
+        self, keys: list[list[int]], first: int, num_tables: int, seed: int, room: int, odd: str
+    ) -> None:
+        """Tables in any order, with or without places; now and then something that both refuse, in all calls or in
+        those that read or write records."""
+        names = [self.spec.name, "second", "third"]
+        names = (names[first:] + names[:first])[:num_tables]
+        if odd in ("repeat", "wider", "unknown") and names:
+            names[-1] = {"repeat": names[0], "wider": "wider", "unknown": "fourth"}[odd]
+        keys = keys[: len(names)]
+        offsets = torch.tensor([0, *map(len, keys)], dtype=torch.int64).cumsum(0)
+        offsets[-1] += odd == "offsets"
+        if odd == "short":
+            offsets = offsets[1:]
+        tensor = torch.tensor([key for some in keys for key in some], dtype=torch.int64)
+        generator = torch.Generator().manual_seed(seed)
+        size = max(len(tensor) + room, 0)
+        places = torch.randperm(len(tensor) + max(room, 0), generator=generator)[: len(tensor)] if seed % 4 else None
+        outs = [torch.zeros(size, self.spec.num_columns + 2, dtype=self.spec.dtype) for _ in range(2)]
+        found = [
+            outcome(store, "gather_tables", names, offsets, tensor, out[:, :-2], places)
+            for store, out in zip((self.native, self.oracle), outs, strict=True)
+        ]
+        assert same(*found)
+        assert torch.equal(*outs)
+        self.both("find_tables", names, offsets, tensor)
+        self.both("scatter_tables", names, offsets, tensor, self.new_records(size), places, self.num_writes - 1)
+        self.both("sizes", names)
+        for name in ("second", "third", "wider"):
+            self.both("digest_part", name)
 
     @rule(keys=KEY_LISTS, rows_only=st.booleans(), with_steps=st.booleans())
     def gather(self, keys: list[int], rows_only: bool, with_steps: bool) -> None:

@@ -115,6 +115,45 @@ def test_found_in_memory_given(store: HostStore) -> None:
     assert out[1, :6].tolist() == [1.0] * 6
 
 
+TWO, STARTS = ("item", "user"), torch.tensor([0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda s: s.sizes(["item", "itm"]), ValueError, "there is no table 'itm'"),
+        (lambda s: s.gather_tables((), STARTS[:1], KEYS[:0], RECORDS, KEYS[:0]), ValueError, "at least one name"),
+        (lambda s: s.gather_tables("item", STARTS, KEYS, RECORDS, None), ValueError, "got 'item'"),
+        (lambda s: s.gather_tables(TWO, STARTS[1:], KEYS, RECORDS, None), ValueError, "shape [3], got [2]"),
+        (lambda s: s.gather_tables(TWO, STARTS.int(), KEYS, RECORDS, None), TypeError, "offsets must be torch.int64"),
+        (lambda s: s.gather_tables(TWO, STARTS * 2, KEYS, RECORDS, None), ValueError, "do not rise from 0 to the numb"),
+        (lambda s: s.gather_tables(TWO, STARTS, KEYS, RECORDS, None, KEYS), TypeError, "found must be torch.bool"),
+        (lambda s: s.gather_tables(TWO, STARTS, KEYS, OVERLAPPING, None), ValueError, "must be contiguous"),
+        (lambda s: s.scatter_tables(TWO, STARTS, KEYS, RECORDS, KEYS + 1, 0), ValueError, "places[2] is 3, outside"),
+        (lambda s: s.scatter_tables(TWO, STARTS, KEYS, RECORDS, None, -1), ValueError, "step is -1"),
+        (lambda s: s.scatter_tables(TWO, STARTS, KEYS, RECORDS, None, 1.5), TypeError, "step must be an integer"),
+        (lambda s: s.scatter_tables(TWO, STARTS, KEYS, RECORDS.double(), None, 0), TypeError, "must be torch.float32"),
+        (lambda s: s.scatter_tables(["item"] * 2, STARTS, KEYS, RECORDS, None, 0), ValueError, "'item' is given twice"),
+        (
+            lambda s: s.scatter_tables(("item", "wide"), STARTS, KEYS, RECORDS, None, 0),
+            ValueError,
+            "table 'item' has 6 columns of 4 bytes, table 'wide' has 7 columns of 4 bytes",
+        ),
+        (lambda s: s.find_tables(["user"] * 2, STARTS, KEYS), ValueError, "'user' is given twice"),
+        (lambda s: s.scatter_tables(TWO, STARTS, KEYS, RECORDS, None, 0), TableFullError, "table 'user' is full"),
+    ],
+)
+def test_several_tables_refused(store: HostStore, call, error: type[Exception], text: str) -> None:
+    store.create_table(TableSpec("user", 5, 1, max_rows=1))
+    store.create_table(TableSpec("wide", 5, 2))
+    digest = store.digest_part("item")
+    with pytest.raises(error) as raised:
+        call(store)
+    assert text in str(raised.value)
+    assert store.digest_part("item") == digest
+    assert store.sizes(["wide", "user", "item"]).tolist() == [0, 0, 10]
+
+
 def test_one_row_of_any_stride(store: HostStore) -> None:
     """Fails if check_records_at returns records.stride(0): that of a single row may be anything."""
     store.scatter_from("item", KEYS[:1], torch.full((6,), 3.0).as_strided((1, 6), (2**62, 1)), None, step=1)

@@ -1,4 +1,4 @@
-"""Dedup and grouping by owner against the oracle.
+"""Dedup, matching and grouping by owner against the oracle.
 
 Fails, for example, if number_places takes every key of a stretch for a new one (`is_new = true`), or if group_by_owner
 hashes without the table's salt.
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.store import dict_store, group_by_owner, hash_keys, unique
+from nestpipe.store import dict_store, group_by_owner, hash_keys, match_tables, unique
 from nestpipe.store.oracle_values import hash_key, mix64
 from tests.streams import key_streams
 
@@ -50,6 +50,29 @@ def test_unique_refuses_memory_that_overlaps() -> None:
             unique(keys, 2, (distinct, inverse))
     with pytest.raises(ValueError, match="num_threads is 4294967297"):
         unique(keys, 2**32 + 1)
+
+
+DISTINCT = st.lists(st.one_of(st.integers(0, 20), st.integers(-(2**63), 2**63 - 1)), max_size=50, unique=True)
+
+
+@given(tables=st.lists(st.tuples(DISTINCT, DISTINCT), max_size=5), num_threads=st.integers(1, 2))
+def test_match_tables(tables: list[tuple[list[int], list[int]]], num_threads: int) -> None:
+    def joined(lists: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+        return torch.tensor([key for keys in lists for key in keys], dtype=torch.int64), offsets
+
+    arguments = *joined([before for before, _ in tables]), *joined([here for _, here in tables])
+    assert torch.equal(match_tables(*arguments, num_threads), dict_store.match_tables(*arguments))
+
+
+def test_match_tables_refuses_offsets_that_do_not_fit() -> None:
+    keys, offsets = torch.arange(4), torch.tensor([0, 1, 4])
+    assert match_tables(keys, offsets, keys, torch.tensor([0, 2, 4])).tolist() == [0, -1, 2, 3]
+    for wrong in ([0, 1, 5], [0, 5, 4], [1, 2, 4]):
+        with pytest.raises(ValueError, match="before_offsets of 2 tables do not rise from 0 to the number of keys, 4"):
+            match_tables(keys, torch.tensor(wrong), keys, offsets)
+    with pytest.raises(ValueError, match=r"before_offsets must have shape \[3\], got \[2\]"):
+        match_tables(keys, offsets[:2], keys, offsets)
 
 
 @given(keys=KEY_LISTS, world_size=st.integers(1, 9))

@@ -1,0 +1,242 @@
+#include "tables.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+
+#include "copy.hpp"
+#include "lookahead.hpp"
+#include "parallel.hpp"
+#include "prefetch.hpp"
+
+namespace nestpipe {
+
+namespace {
+constexpr int64_t kBlock = 1024;       // keys looked up before their records are touched
+constexpr int64_t kLookupBytes = 512;  // to find a key takes as long as to copy so many
+
+// Uninitialised on purpose: every element is written before it is read.
+std::unique_ptr<uint32_t[]> row_numbers(int64_t count) {
+    return std::unique_ptr<uint32_t[]>(new uint32_t[static_cast<size_t>(count)]);
+}
+}  // namespace
+
+// Tells the table of each key to a loop that meets keys in ascending order, from `first` on.
+class Tables::Walk {
+ public:
+    Walk(const Tables& of, int64_t first)
+        : of_(&of),
+          next_(std::upper_bound(of.offsets_, of.offsets_ + of.num_tables_, first) - of.offsets_ - 1),
+          end_(of.offsets_[next_]) {}
+
+    NESTPIPE_INLINE Table& operator()(int64_t key) {
+        while (key >= end_) {
+            table_ = of_->tables_[next_];
+            end_ = of_->offsets_[++next_];
+        }
+        return *table_;
+    }
+
+    // The table of all keys up to `end`; null where they have several.
+    Table* only(int64_t end) const { return of_->offsets_[next_ + 1] >= end ? of_->tables_[next_] : nullptr; }
+
+ private:
+    const Tables* of_;
+    Table* table_ = nullptr;
+    int64_t next_;  // the table behind table_
+    int64_t end_;   // of the keys of table_
+};
+
+// A Walk over keys of one table, whose members the compiler can keep in registers.
+class Tables::Stay {
+ public:
+    explicit Stay(Table& table) : table_(&table) {}
+    Table& operator()(int64_t) const { return *table_; }
+
+ private:
+    Table* table_;
+};
+
+template <typename Body>
+NESTPIPE_INLINE void Tables::walk(int64_t first, int64_t end, const Body& body) const {
+    const Walk begin(*this, first);
+    if (Table* only = begin.only(end))
+        body(Stay(*only));
+    else
+        body(begin);
+}
+
+template <typename Lock>
+std::vector<Lock> Tables::locked() const {
+    std::vector<Lock> locks;
+    locks.reserve(static_cast<size_t>(num_tables_));
+    for (int64_t t = 0; t < num_tables_; ++t) locks.emplace_back(lock_order_[t]->mutex_);
+    return locks;
+}
+
+// ---- reading ---------------------------------------------------------------------------------------------------
+
+// Blocks of keys, each first looked up and then copied: two loops with one kind of memory access each run faster than
+// one loop that mixes them. A block may have keys of many tables.
+template <typename Use>
+void Tables::in_found_blocks(int64_t used_bytes, int32_t num_threads, const Use& use) const {
+    const int64_t grain = grain_for(num_keys(), kLookupBytes + used_bytes, num_threads);
+    parallel_for(num_keys(), grain, num_threads, [&](int64_t begin, int64_t end) {
+        uint64_t places[kBlock];
+        uint32_t rows[kBlock];
+        for (int64_t first = begin; first < end; first += kBlock) {
+            const int64_t count = std::min(kBlock, end - first);
+            walk(first, first + count, [&](const auto& tables) {
+                auto fetching = tables, finding = tables;
+                in_two_steps(
+                    0, count,
+                    [&](int64_t i) {
+                        const Table& table = fetching(first + i);
+                        places[i] = table.place(keys_[first + i]);
+                        table.index_.prefetch(places[i]);
+                    },
+                    [&](int64_t i) { rows[i] = finding(first + i).index_.find(places[i]); });
+                use(tables, first, count, places, rows);
+            });
+        }
+        finish_streaming();
+    });
+}
+
+void Tables::gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, int64_t* steps,
+                    int32_t num_threads) const {
+    if (num_tables_ == 0) return;
+    const int64_t row_bytes = num_columns * tables_[0]->item_bytes();
+    const auto bytes = static_cast<uint64_t>(row_bytes);
+    const Copy copy = copy_for(static_cast<uint64_t>(num_keys()) * bytes);
+    const auto locks = locked<Table::ReadLock>();
+    in_found_blocks(
+        2 * row_bytes, num_threads,
+        [&](const auto& tables, int64_t first, int64_t count, const uint64_t* index_places, const uint32_t* rows) {
+            auto fetching = tables, writing = tables;
+            const auto fetch = [&](int64_t i) {
+                if (rows[i] == Index::kNoRow) return;
+                const Arena& arena = fetching(first + i).arena_;
+                prefetch_lines(arena.record(rows[i]), bytes);
+                if (steps != nullptr) prefetch(arena.step(rows[i]));
+            };
+            const auto write = [&](int64_t i) {
+                const bool there = rows[i] != Index::kNoRow;
+                const Table& table = writing(first + i);
+                char* target = out[first + i];
+                if (there)
+                    copy(target, table.arena_.record(rows[i]), bytes);
+                else
+                    table.initial_.write(hash_of_place(index_places[i]), target, num_columns);
+                if (found != nullptr) found[first + i] = there;
+                if (steps != nullptr) steps[first + i] = there ? *table.arena_.step(rows[i]) : -1;
+            };
+            in_two_steps(0, count, fetch, write);
+        });
+}
+
+void Tables::find(uint8_t* found, int32_t num_threads) const {
+    const auto locks = locked<Table::ReadLock>();
+    in_found_blocks(
+        0, num_threads, [&](const auto&, int64_t first, int64_t count, const uint64_t*, const uint32_t* rows) {
+            std::transform(rows, rows + count, found + first, [](uint32_t row) { return row != Index::kNoRow; });
+        });
+}
+
+int64_t Tables::find_rows(uint32_t* rows, int32_t num_threads) const {
+    std::atomic<int64_t> num_missing{0};
+    in_found_blocks(0, num_threads,
+                    [&](const auto&, int64_t first, int64_t count, const uint64_t*, const uint32_t* found) {
+                        std::copy(found, found + count, rows + first);
+                        num_missing += std::count(found, found + count, Index::kNoRow);
+                    });
+    return num_missing;
+}
+
+// ---- writing ---------------------------------------------------------------------------------------------------
+
+// All that can fail (memory, max_rows) happens in insert_missing, which undoes itself; the copying cannot fail.
+void Tables::write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads) const {
+    if (num_tables_ == 0) return;
+    const auto rows = row_numbers(num_keys());
+    const auto locks = locked<Table::WriteLock>();
+    if (const int64_t num_missing = find_rows(rows.get(), num_threads)) insert_missing(rows.get(), num_missing);
+    write_records(rows.get(), records, steps, step, num_threads);
+}
+
+// One thread, in the order given: which record a key gets must not depend on the number of threads. A key that occurs
+// twice is found the second time.
+void Tables::insert_missing(uint32_t* rows, int64_t num_missing) const {
+    std::vector<int64_t> inserted;
+    inserted.reserve(static_cast<size_t>(num_missing));
+    std::vector<Table::Extent> before;
+    before.reserve(static_cast<size_t>(num_tables_));
+    for (int64_t t = 0; t < num_tables_; ++t) before.push_back(tables_[t]->extent());
+    Walk fetching(*this, 0), inserting(*this, 0);
+    const auto fetch = [&](int64_t i) {
+        if (rows[i] != Index::kNoRow) return;
+        const Table& table = fetching(i);
+        table.index_.prefetch(table.place(keys_[i]));
+    };
+    const auto insert = [&](int64_t i) {
+        if (rows[i] != Index::kNoRow) return;
+        Table& table = inserting(i);
+        const uint64_t place = table.place(keys_[i]);
+        rows[i] = table.index_.find(place);
+        if (rows[i] != Index::kNoRow) return;
+        rows[i] = table.insert(place);
+        inserted.push_back(i);
+    };
+    try {
+        in_two_steps(0, num_keys(), fetch, insert);
+    } catch (...) {
+        undo(inserted, rows, before);
+        throw;
+    }
+}
+
+// Last first: records that came from the end of an arena or of a free list go back there.
+void Tables::undo(const std::vector<int64_t>& inserted, const uint32_t* rows,
+                  const std::vector<Table::Extent>& before) const {
+    int64_t t = num_tables_ - 1;
+    for (auto i = inserted.rbegin(); i != inserted.rend(); ++i) {
+        while (*i < offsets_[t]) --t;
+        tables_[t]->undo_insert(keys_[*i], rows[*i], before[static_cast<size_t>(t)]);
+    }
+    for (t = 0; t < num_tables_; ++t) tables_[t]->shrink(before[static_cast<size_t>(t)]);
+}
+
+// Each record is written by the one thread its number belongs to, so the occurrences of a repeated key are written in
+// order and by nobody else.
+void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, const int64_t* steps, int64_t step,
+                           int32_t num_threads) const {
+    const int64_t record_bytes = tables_[0]->record_bytes_;
+    const auto bytes = static_cast<uint64_t>(record_bytes);
+    const Copy copy = streaming_copy();
+    const auto num_parts = static_cast<uint64_t>(threads_for(num_keys(), 2 * record_bytes, num_threads));
+    const auto part_of = [=](uint32_t row) { return uint64_t{row * 2654435769u} * num_parts >> 32; };
+    const auto write_part = [&](uint64_t part) {
+        walk(0, num_keys(), [=](const auto& tables) {  // by value: what is behind a reference is read for every key
+            auto fetching = tables, writing = tables;
+            selected_in_two_steps(
+                num_keys(), [&](int64_t i) { return part_of(rows[i]) == part; },
+                [&](int64_t i) {
+                    prefetch(fetching(i).arena_.step(rows[i]));
+                    if (records.places != nullptr) prefetch_lines(records[i], bytes);
+                },
+                [&](int64_t i) {
+                    const Arena& arena = writing(i).arena_;
+                    copy(arena.record(rows[i]), records[i], bytes);
+                    *arena.step(rows[i]) = steps != nullptr ? steps[i] : step;
+                });
+        });
+        finish_streaming();
+    };
+    parallel_for(static_cast<int64_t>(num_parts), 1, num_threads, [&](int64_t first, int64_t end) {
+        for (int64_t part = first; part < end; ++part) write_part(static_cast<uint64_t>(part));
+    });
+}
+
+}  // namespace nestpipe
