@@ -348,6 +348,147 @@ NESTPIPE_API nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update,
 NESTPIPE_API nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2,
                                            double step_size, double eps, int32_t num_threads);
 
+/* ---- the keys of a batch: distinct ones, their owners, their parts -------------------------------------------- */
+
+/* These calls work on all tables and all ranks at once. Matrices of counts are [num_ranks, num_tables]; together all
+ * counts of one are below 2^31. Output arrays overlap neither each other nor any input. The calling thread keeps the
+ * memory it worked in for its next call. */
+
+/* salt: what the keys of a table are hashed with; hash = mix64(key ^ salt). */
+NESTPIPE_API nestpipe_status nestpipe_table_salt(const char* table_name, uint64_t* salt);
+
+/* The keys of one feature, in order of occurrence. Every field has 64 bits. */
+typedef struct nestpipe_feature_keys {
+    const int64_t* keys; /* [num_keys] */
+    int64_t num_keys;
+    int64_t table;       /* ascending from feature to feature */
+    int64_t has_padding; /* not 0: occurrences of padding_key are left out */
+    int64_t padding_key;
+    int64_t key_limit; /* above 0: other keys than padding must be 0 .. key_limit - 1 */
+} nestpipe_feature_keys;
+
+/* Distinct keys of each table, ordered by (owner, table, first occurrence); the place of a key there is its position.
+ *   salts         [num_tables]
+ *   world_size    1 .. 65536
+ *   keys          [occurrences of all features] room; the first *num_distinct are written
+ *   counts        [world_size, num_tables] distinct keys
+ *   positions     [occurrences of all features] features one behind the other; -1 for padding
+ *   num_distinct  of all tables
+ *   outside       [2] the first feature with a key outside of its limit and the first such occurrence in it, and then
+ *                 nothing else is meaningful; -1, -1 if there is none */
+NESTPIPE_API nestpipe_status nestpipe_dedup(const nestpipe_feature_keys* features, int64_t num_features,
+                                            const uint64_t* salts, int64_t num_tables, int64_t world_size,
+                                            int64_t* keys, int32_t* counts, int64_t* positions, int64_t* num_distinct,
+                                            int64_t* outside, int32_t num_threads);
+
+/* Which occurrences of a feature each sample has. Every field has 64 bits. */
+typedef struct nestpipe_feature_samples {
+    const int64_t* offsets; /* [num_samples + 1] sample s has occurrences offsets[s] .. offsets[s + 1] - 1 */
+    int64_t num_keys;
+    int64_t table;
+} nestpipe_feature_samples;
+
+/* Cuts the samples of a batch into parts, and numbers the rows that each part uses.
+ *   positions      [occurrences of all features] as of nestpipe_dedup; every position occurs
+ *   counts         [num_ranks, num_tables] as of nestpipe_dedup
+ *   num_distinct   their sum
+ *   samples        [num_samples] the sample in each place, each once; null: 0 .. num_samples - 1
+ *   part_offsets   [num_parts + 1] part p has places part_offsets[p] .. part_offsets[p + 1] - 1, together all of them
+ *   uses           [num_distinct, (num_parts + 7) / 8] bit p % 8 (the least significant is 0) of byte p / 8 is set
+ *                  where part p uses the key
+ *   row_positions  [num_distinct if num_parts == 1, else occurrences of all features] room: for each part, one behind
+ *                  the other, the positions it uses, ordered by (table, position): its rows
+ *   is_first       same room: 1 where no earlier part uses the position
+ *   row_counts     [num_parts, num_tables] rows of each part
+ *   num_rows       of all parts
+ *   index          [occurrences of all features] ordered by (part, feature, place, occurrence): the row, counted within
+ *                  the part's rows of that table; their number for padding
+ *   index_offsets  [num_parts * num_features + 1] where each feature of each part begins in index
+ *   offsets        [num_features * (num_samples + num_parts)] for each part and feature, where each of its samples
+ *                  begins and the last one ends, counted from 0
+ *   sources        [occurrences of all features] for each entry of index the occurrence that it came from, counted
+ *                  through all features; may be null */
+NESTPIPE_API nestpipe_status nestpipe_split(const nestpipe_feature_samples* features, int64_t num_features,
+                                            const int64_t* positions, const int32_t* counts, int64_t num_ranks,
+                                            int64_t num_tables, int64_t num_distinct, const int64_t* samples,
+                                            const int64_t* part_offsets, int64_t num_parts, int64_t num_samples,
+                                            uint8_t* uses, int64_t* row_positions, uint8_t* is_first,
+                                            int64_t* row_counts, int64_t* num_rows, int64_t* index,
+                                            int64_t* index_offsets, int64_t* offsets, int64_t* sources);
+
+/* Distinct keys of what all ranks ask for.
+ *   keys          [num_keys] ordered by (rank, table)
+ *   counts        [num_ranks, num_tables] of keys
+ *   distinct      [num_keys] room: ordered by (table, first occurrence)
+ *   slots         [num_keys] keys[i] is distinct[slots[i]], of the same table
+ *   table_counts  [num_tables] distinct keys
+ *   num_distinct  their sum */
+NESTPIPE_API nestpipe_status nestpipe_owner_dedup(const int64_t* keys, int64_t num_keys, const int32_t* counts,
+                                                  int64_t num_ranks, int64_t num_tables, int64_t* distinct,
+                                                  int64_t* slots, int64_t* table_counts, int64_t* num_distinct,
+                                                  int32_t num_threads);
+
+typedef enum nestpipe_which_parts {
+    NESTPIPE_FIRST_PART = 0, /* the first part that uses a key */
+    NESTPIPE_LAST_PART = 1,
+    NESTPIPE_ALL_PARTS = 2
+} nestpipe_which_parts;
+
+/* The keys of each part: first those of other ranks, ascending, then those of own_rank, ascending.
+ *   uses         [num_keys, (num_parts + 7) / 8] as of nestpipe_split; no bits beyond num_parts
+ *   which        nestpipe_which_parts; every key needs a part where it is not NESTPIPE_ALL_PARTS
+ *   rank_counts  [num_ranks] keys of each rank, which are ordered by rank
+ *   places       [num_rooms] room: numbers of keys; null: only offsets and counts are written
+ *   offsets      [2 * num_parts + 1] part p has others' keys offsets[2 p] .. offsets[2 p + 1] - 1 and own ones
+ *                offsets[2 p + 1] .. offsets[2 p + 2] - 1
+ *   counts       [num_parts, num_ranks] keys of each rank in each part, 0 for own_rank */
+NESTPIPE_API nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_t num_keys, int64_t num_parts,
+                                                     int32_t which, const int64_t* rank_counts, int64_t num_ranks,
+                                                     int64_t own_rank, int64_t* places, int64_t num_rooms,
+                                                     int64_t* offsets, int64_t* counts);
+
+/* numbers: [num_positions] bases[table] and on, for the positions of each table, which are ordered by (rank, table) and
+ * counted by `counts`. */
+NESTPIPE_API nestpipe_status nestpipe_cluster_numbers(const int32_t* counts, int64_t num_ranks, int64_t num_tables,
+                                                      const int64_t* bases, int64_t num_positions, int64_t* numbers);
+
+/* ---- rows and bytes from one array to another ------------------------------------------------------------------ */
+
+/* Copies num_runs runs of bytes; the arrays do not overlap.
+ *   from_offsets, to_offsets, sizes  [num_runs] in bytes */
+NESTPIPE_API nestpipe_status nestpipe_copy_runs(const void* from, int64_t from_bytes, const int64_t* from_offsets,
+                                                void* to, int64_t to_bytes, const int64_t* to_offsets,
+                                                const int64_t* sizes, int64_t num_runs);
+
+/* In what follows a row with place p begins p * stride bytes behind the start of its array and must end within it. A
+ * stride may be smaller than a row; rows that are written must not overlap. Without places row i has place i. */
+
+/* Row to_places[i] of `to` becomes row from_places[i] of `from`; the arrays do not overlap.
+ *   from_places, to_places  [count]; each may be null */
+NESTPIPE_API nestpipe_status nestpipe_copy_rows(const void* from, int64_t from_bytes, int64_t from_stride,
+                                                const int64_t* from_places, void* to, int64_t to_bytes,
+                                                int64_t to_stride, const int64_t* to_places, int64_t count,
+                                                int64_t row_bytes, int32_t num_threads);
+
+/* Row places[i] of `target` += row i of `source`; where is_first[i], it becomes 0 + row i. The arrays do not overlap.
+ *   places    [count] distinct; may be null
+ *   is_first  [count]; null: none is
+ *   exceeds   becomes 1 where a result is NaN or its absolute value above `limit`, else stays; may be null */
+NESTPIPE_API nestpipe_status nestpipe_add_rows(void* target, int64_t target_bytes, int64_t target_stride,
+                                               const int64_t* places, const void* source, int64_t source_bytes,
+                                               int64_t source_stride, const uint8_t* is_first, int64_t count,
+                                               int64_t dim, int32_t dtype, double limit, int32_t* exceeds,
+                                               int32_t num_threads);
+
+/* Row s of `out` = ((0 + row order[o]) + row order[o + 1]) + ... of `values`, o = offsets[s] .. offsets[s + 1] - 1, in
+ * the dtype itself. The arrays do not overlap.
+ *   order    [num_entries] places; null: 0 .. num_entries - 1
+ *   offsets  [num_segments + 1] rising, within 0 .. num_entries */
+NESTPIPE_API nestpipe_status nestpipe_sum_rows(const void* values, int64_t values_bytes, int64_t value_stride,
+                                               const int64_t* order, int64_t num_entries, const int64_t* offsets,
+                                               int64_t num_segments, int64_t dim, int32_t dtype, void* out,
+                                               int64_t out_bytes, int64_t out_stride, int32_t num_threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -13,6 +13,7 @@
 #include "lookahead.hpp"
 #include "parallel.hpp"
 #include "region.hpp"
+#include "scratch.hpp"
 
 namespace nestpipe {
 

@@ -7,7 +7,7 @@
 
 #include "lookahead.hpp"
 #include "prefetch.hpp"
-#include "region.hpp"
+#include "scratch.hpp"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -99,17 +99,5 @@ class KeyLines {
     Line* lines_;
     uint64_t num_lines_;
 };
-
-// Address space for `count` elements; only what is written costs memory. Each thread keeps its own for its next call: a
-// fresh page costs more than all the work done on it.
-template <typename Element>
-Element* scratch(Region& region, int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(Element);
-    if (region.bytes() < bytes) {
-        region = Region(bytes);
-        region.advise_huge(0, region.bytes());
-    }
-    return static_cast<Element*>(region.data());
-}
 
 }  // namespace nestpipe

@@ -87,6 +87,8 @@ _TABLE = (c_void_p, c_int32)
 _TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, numbers, offsets of their keys, how many
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
+_COUNTS = (c_void_p, c_int64, c_int64)
+_ROWS = (c_void_p, c_int64, c_int64)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "store_create": (POINTER(c_void_p),),
     "store_destroy": (c_void_p,),
@@ -129,6 +131,16 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
     "adagrad": (POINTER(NativeRowUpdate), c_double, c_double, c_int32),
     "adam": (POINTER(NativeRowUpdate), c_double, c_double, c_double, c_double, c_int32),
+    "table_salt": (c_char_p, POINTER(c_uint64)),
+    "dedup": (*_KEYS, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
+    "split": (*_KEYS, c_void_p, *_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 9),
+    "owner_dedup": (*_KEYS, *_COUNTS, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
+    "exchange_lists": (*_KEYS, c_int64, c_int32, *_KEYS, c_int64, *_KEYS, c_void_p, c_void_p),
+    "cluster_numbers": (*_COUNTS, c_void_p, c_int64, c_void_p),
+    "copy_runs": (*_KEYS, c_void_p, *_KEYS, c_void_p, *_KEYS),
+    "copy_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32),
+    "add_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
+    "sum_rows": (*_ROWS, *_KEYS, *_KEYS, c_int64, c_int32, *_ROWS, c_int32),
 }
 
 _INVALID_ARGUMENT, _OUT_OF_MEMORY, _TABLE_FULL, _TABLE_EXISTS, _CHANGED = 1, 2, 3, 4, 5
