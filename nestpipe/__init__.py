@@ -4,11 +4,13 @@ from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Batches
 from nestpipe.distributed.world import World
 from nestpipe.embedding import row_optimizer as rows
-from nestpipe.embedding.embeddings import Embeddings
+from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.row_optimizer import RowOptimizer
 from nestpipe.embedding.table import Pooled, Sequence, Table
 from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import pipeline
+from nestpipe.pipelining.step import Step
 from nestpipe.store import init
 from nestpipe.train.evaluate import evaluate
 from nestpipe.train.rank_metrics import RankMetrics
@@ -24,11 +26,13 @@ __all__ = [
     "Embeddings",
     "Jagged",
     "NonFiniteError",
+    "PipelineOptions",
     "Pooled",
     "RankMetrics",
     "RowOptimizer",
     "Scorer",
     "Sequence",
+    "Step",
     "Table",
     "Trainer",
     "Validation",

@@ -1,5 +1,21 @@
-"""For all tests: Ctrl-C interrupts, also where the tests are a shell's background job, which ignores it."""
+"""For all tests: Ctrl-C interrupts, also where the tests are a shell's background job, which ignores it; stages run on
+their lanes, however small the batches of a test are; tests that time other processes are marked."""
 
 import signal
+from pathlib import Path
+
+import pytest
+
+from nestpipe.pipelining import light
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+light.LIGHT_SECONDS = 0.0
+
+TIMED = ("errors", "distributed")
+"""folders whose tests give other processes seconds to answer"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(item.path).parent.name in TIMED:
+            item.add_marker(pytest.mark.alone)

@@ -95,7 +95,7 @@ def test_links_and_commands_of_documents_exist(document: Path) -> None:
 
 def test_every_line_of_exactness_has_its_test() -> None:
     """For each schedule that the package has; and each such file says what makes it fail."""
-    from nestpipe.pipelining.pipeline import SCHEDULES
+    from nestpipe.pipelining.schedule import SCHEDULES
 
     rows = re.findall(
         r"^\| ([EI]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/. ]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M

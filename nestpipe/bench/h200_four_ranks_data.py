@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from nestpipe.bench.h200_four_ranks_recipe import Recipe
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.cluster import GIVEN_ORDER
-from nestpipe.embedding.embeddings import SequenceEmbedding
-from nestpipe.embedding.plan import Plan
-from nestpipe.embedding.request import make_request
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.features import SequenceEmbedding
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.plan import requester_lists
 from nestpipe.embedding.row_optimizer import Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Sequence, Table
 from nestpipe.store import HostStore, group_by_owner
@@ -89,14 +90,16 @@ def _batch(recipe: Recipe, distinct: Tensor, generator: torch.Generator) -> Batc
 
 
 def count_exchanged(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world_size: int) -> list[int]:
-    """Of this rank's batches: keys that the first micro-batch brings, that the last returns, and all."""
-    totals = [0, 0, 0]
+    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
+    the last, and all."""
+    totals, last = [0, 0, 0], num_micro_batches - 1
+    features = group_features(make_features(recipe))
     for batch in batches:
-        request = make_request(make_features(recipe), batch, num_micro_batches, world_size, 1, GIVEN_ORDER)
-        plan = Plan.of(request.tables[0].uses, "once", frozen=False)
-        num_keys = len(request.tables[0].keys)
-        head, tail = (num_keys if places is None else len(places) for places in (plan.bring[0], plan.take[-1]))
-        totals = [totals[0] + head, totals[1] + tail, totals[2] + num_keys]
+        dedup = dedup_batch(features, batch, num_micro_batches, world_size, 1, GIVEN_ORDER).groups[0]
+        rows_in, gradients_out = requester_lists(dedup, "once", 0)
+        head = rows_in.num_others(0) + rows_in.num_own(0)
+        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
+        totals = [totals[0] + head, totals[1] + tail, totals[2] + len(dedup.keys)]
     return totals
 
 

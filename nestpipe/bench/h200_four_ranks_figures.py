@@ -79,6 +79,6 @@ def _allowed_parts(way: Way, rounds: Rounds, shares: Shares) -> dict[str, float]
     return {
         "allowed_step_ms": statistics.median(least_step_ms(way, m, s, p, shares) for m, s, p in trios),
         "allowed_dense_ms": statistics.median(values["dense_ms"] for values in same_parts),
-        "allowed_head_ms": statistics.median(shares.head * values["bring_ms"] for values in serial),
-        "allowed_tail_ms": statistics.median(shares.tail * values["take_ms"] for values in serial),
+        "allowed_head_ms": statistics.median(shares.head * values["send_rows_ms"] for values in serial),
+        "allowed_tail_ms": statistics.median(shares.tail * values["return_gradients_ms"] for values in serial),
     }

@@ -20,12 +20,15 @@ from nestpipe.bench.report import Record
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import BY_KEYS
 from nestpipe.distributed import World
-from nestpipe.embedding.embeddings import Embeddings, on_device
-from nestpipe.embedding.request import Request, make_request
+from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.features import Embeddings
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.memory import memory_on
 from nestpipe.embedding.row_optimizer import RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Sequence, Table
 from nestpipe.models import HSTU
-from nestpipe.pipelining.trace import STAGES, StepTimes
+from nestpipe.pipelining.stage import STAGES
+from nestpipe.pipelining.step_times import StepTimes
 from nestpipe.store import HostStore
 from nestpipe.train.trainer import FitResult, Trainer
 
@@ -132,30 +135,30 @@ class DenseOnly:
         batches: list[Batch],
         num_parts: int,
     ) -> None:
-        self.features = features
+        self.features = group_features(features)
         self.device = world.device
         self.model = make_model(size, shape, world.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         self.weight = batches[0].weights[""]
-        made = [make_request(features, b, num_parts, 1, size.num_threads, BY_KEYS) for b in batches[:2]]
-        self.requests = [on_device(features, request, world.device) for request in made]
+        made = [dedup_batch(self.features, b, num_parts, 1, size.num_threads, BY_KEYS) for b in batches[:2]]
+        memory = memory_on(world.device)
+        self.batches = [memory.upload_batch(self.features, batch) for batch in made]
         rows = torch.randn(shape.num_distinct, size.dim, device=world.device) * 0.02
-        self.leaves = [[rows[: len(leaf)].clone() for leaf in r.tables[0].leaves] for r in self.requests]
+        self.rows = [[rows[: b.groups[0].num_rows(i)].clone() for i in range(num_parts)] for b in self.batches]
 
     def step_ms(self, steps: int) -> list[float]:
         number = count()
 
         def step() -> None:
             which = next(number) % 2
-            self._step(self.requests[which], self.leaves[which])
+            self._step(self.batches[which], self.rows[which])
 
         return device_step_ms(step, steps, self.device)
 
-    def _step(self, request: Request, leaves: list[Tensor]) -> None:
+    def _step(self, batch: BatchDedup, rows: list[Tensor]) -> None:
         self.model.zero_grad()
-        for placed, inputs, rows in zip(request.placed, request.inputs, leaves, strict=True):
-            leaf = rows.detach().requires_grad_()
-            embeddings = Embeddings(self.features, placed, {"item": leaf})
+        for i, inputs in enumerate(batch.inputs):
+            embeddings = Embeddings(self.features, batch.groups, i, [rows[i].detach().requires_grad_()])
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss = self.model(embeddings, inputs) / self.weight
             loss.backward()
@@ -259,8 +262,9 @@ def stretch(trainer: Trainer, batches: list[Batch], size: Size, is_first: bool) 
 
 def mean_fields(times: list[StepTimes]) -> dict[str, float]:
     fields = {"step_ms": statistics.mean(step.step_ms for step in times)}
-    for stage, field in STAGES.items():
-        fields[field] = fields.get(field, 0.0) + statistics.mean(step.stages[stage] for step in times)
+    for name, stage in STAGES.items():
+        mean = statistics.mean(step.stages[name] for step in times)
+        fields[stage.time_field] = fields.get(stage.time_field, 0.0) + mean
     fields["overlap_sync_ms"] = statistics.mean(step.stages["overlap_sync"] for step in times)
     for name in ("busy_host_ms", "busy_input_ms"):
         fields[name] = statistics.mean(step.busy.get(name, 0.0) for step in times)

@@ -16,10 +16,11 @@ from nestpipe.data.batch import Batch, Jagged
 from nestpipe.device.streams import finish
 from nestpipe.device.transfer import host_empty
 from nestpipe.distributed import World
-from nestpipe.embedding.buffer import BufferMemory, retrieve_rows, write_back
-from nestpipe.embedding.request import make_request
-from nestpipe.embedding.route import Route, route_keys
-from nestpipe.embedding.rows import copy_rows
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.resident import RecordMemory, retrieve_rows, write_back
+from nestpipe.embedding.route import OwnerDedup, route_alone
 from nestpipe.embedding.table import Feature
 
 
@@ -44,11 +45,12 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     store = filled_store(size, size.num_rows, features)
     generator = torch.Generator().manual_seed(1)
     keys = [torch.randperm(size.num_rows, generator=generator)[: stage.num_distinct] for _ in range(3)]
-    routes = [_route(features, of, world) for of in keys]
+    owned = [_owned(features, chosen) for chosen in keys]
     table = torch.randn(size.num_rows, size.dim + 1)
-    memory = BufferMemory(device)
-    buffers = [retrieve_rows(route, store, memory) for route in routes]
-    staged = host_empty((stage.num_distinct, buffers[0][0].num_columns), torch.float32, device)
+    memory = memory_on(device)
+    arrays = RecordMemory(memory)
+    resident = [retrieve_rows(groups, store, arrays) for groups in owned]
+    staged = host_empty((stage.num_distinct, resident[0][0].group.num_columns), torch.float32, device)
     there = torch.empty_like(staged, device=device)
 
     def host_gather(i: int) -> None:
@@ -63,22 +65,24 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     yield {
         "stage": "retrieve",
         **identity,
-        **_against(lambda i: retrieve_rows(routes[i], store, memory), up, stage, staged.nbytes, device, "retrieve"),
+        **_against(lambda i: retrieve_rows(owned[i], store, arrays), up, stage, staged.nbytes, device, "retrieve"),
     }
     yield {
         "stage": "write_back",
         **identity,
-        **_against(lambda i: write_back(buffers[i], store, 1), down, stage, staged.nbytes, device, "write_back"),
+        **_against(
+            lambda i: write_back(resident[i], store, 1, memory), down, stage, staged.nbytes, device, "write_back"
+        ),
     }
     yield {"stage": "overlap_sync", **identity, **_overlap_sync(stage, device)}
 
 
-def _route(features: dict[str, Feature], keys: Tensor, world: World) -> Route:
+def _owned(features: dict[str, Feature], keys: Tensor) -> list[OwnerDedup]:
     empty = Jagged(keys[:0], torch.zeros(2, dtype=torch.int64))
     batch = Batch({"history": Jagged(keys, torch.tensor([0, len(keys)])), "target": empty, "negatives": empty})
-    route = route_keys(make_request(features, batch, 1, 1), 1, world.route)
+    route = route_alone(dedup_batch(group_features(features), batch, 1, 1))
     assert route is not None
-    return route
+    return route.owned
 
 
 def _against(
@@ -105,14 +109,13 @@ def _against(
 
 
 def _overlap_sync(stage: StageSize, device: torch.device) -> dict[str, float]:
-    width = stage.dim + 1
-    table, keys = features_of(stage.dim)["history"].table, torch.arange(stage.num_distinct)
-    source, target = (BufferMemory(device).buffer(table, keys, width).records.normal_() for _ in range(2))
+    width, memory = stage.dim + 1, memory_on(device)
+    arrays = [memory.empty_records(stage.num_distinct, width, torch.float32)[0].normal_() for _ in range(2)]
     slots = [torch.randperm(stage.num_distinct)[: stage.num_shared].sort().values.to(device) for _ in range(2)]
     whole = [torch.randn(stage.num_shared, width, device=device) for _ in range(2)]
     ratios = []
     for number in range(stage.num_rounds + 1):
-        mine = _timed(lambda: _times(20, lambda: copy_rows(source, slots[0], target, slots[1])), device)
+        mine = _timed(lambda: _times(20, lambda: memory.copy_rows(arrays[0], slots[0], arrays[1], slots[1])), device)
         plain = _timed(lambda: _times(20, lambda: whole[0].copy_(whole[1])), device)
         if number > 0:
             ratios.append(plain / mine)

@@ -11,7 +11,7 @@ Values = Mapping[str, float]
 """Of one loop in one round: milliseconds a step, by field."""
 
 FIELDS = (*STEP_FIELDS, "exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
-EXCHANGES = ("bring_ms", "take_ms")
+EXCHANGES = ("send_rows_ms", "return_gradients_ms")
 """row exchange and gradient return: on the compute lane, in or waiting for it"""
 OF_SLOWEST = ("step_ms", "unattributed_ms")
 """the other fields are means over ranks"""
@@ -72,7 +72,7 @@ def least_step_ms(way: Way, mine: Values, serial: Values, same_parts: Values, sh
 
     `same_parts` is serial with as many micro-batches.
     """
-    head, tail = shares.head * serial["bring_ms"], shares.tail * serial["take_ms"]
+    head, tail = shares.head * serial["send_rows_ms"], shares.tail * serial["return_gradients_ms"]
     rest = mine["row_update_ms"] + mine["overlap_sync_ms"] + mine["exposed_reduce_ms"]
     compute = same_parts["dense_ms"] + rest + head + tail
     if way.schedule == "intra":

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +16,18 @@ from nestpipe.data.cluster import BY_KEYS
 from nestpipe.data.dataset import Batches
 from nestpipe.data.sequences import SequenceData
 from nestpipe.distributed import World
-from nestpipe.embedding.embeddings import SequenceEmbedding
-from nestpipe.embedding.plan import Plan
-from nestpipe.embedding.request import make_request
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.features import SequenceEmbedding
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.plan import requester_lists
 from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import MicroBatch, Step
-from nestpipe.pipelining.trace import Span, StepTimes, Trace
+from nestpipe.pipelining.step_times import StepTimes
+from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.summary import step_value
 
@@ -69,21 +72,20 @@ def make_features(dim: int) -> dict[str, Feature]:
 
 
 def exchanges_of(batches: Sequence[Batch], size: Size, rank: int, world_size: int) -> tuple[list[int], int]:
-    """Of this rank's batches: keys that the first micro-batch brings, that the last returns, and all; and the bytes of
-    the smallest exchange with another rank."""
+    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
+    the last, and all; and the bytes of the smallest exchange with another rank."""
     totals, smallest = [0, 0, 0], 1 << 62
+    features = group_features(make_features(size.dim))
     for batch in batches:
-        request = make_request(make_features(size.dim), batch, size.num_micro_batches, world_size, 1, BY_KEYS)
-        table = request.tables[0]
-        plan = Plan.of(table.uses, "once", frozen=False)
-        owners = torch.arange(world_size).repeat_interleave(torch.tensor(table.counts))
-        keys = [len(torch.arange(len(table.keys)) if p is None else p) for p in (plan.bring[0], plan.take[-1], None)]
-        totals = [total + more for total, more in zip(totals, keys, strict=True)]
-        for places in (*plan.bring, *plan.take):
-            assert places is not None
-            counts = owners[places].bincount(minlength=world_size).tolist()
-            counts.pop(rank)
-            smallest = min(smallest, *(count * size.dim * table.table.dtype.itemsize for count in counts))
+        dedup = dedup_batch(features, batch, size.num_micro_batches, world_size, 1, BY_KEYS).groups[0]
+        rows_in, gradients_out = requester_lists(dedup, "once", rank)
+        last = size.num_micro_batches - 1
+        head = rows_in.num_others(0) + rows_in.num_own(0)
+        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
+        totals = [total + more for total, more in zip(totals, (head, tail, len(dedup.keys)), strict=True)]
+        for counts in (rows_in.counts, gradients_out.counts):
+            others = np.delete(counts, rank, axis=1)
+            smallest = min(smallest, int(others.min()) * dedup.group.row_bytes)
     return totals, smallest
 
 
@@ -99,10 +101,10 @@ class Paced(nn.Module):
 
     def train_on(self, micro_batch: MicroBatch, step: Step) -> None:
         time.sleep(float(micro_batch.inputs["share"].sum()) * self.sleep_ms / 1e3)
-        for leaf in micro_batch.leaves.values():
-            if len(leaf) > len(self._gradient):
-                self._gradient = torch.full(leaf.shape, 1e-3)
-            leaf.grad = self._gradient[: len(leaf)]
+        for rows in micro_batch.rows:
+            if len(rows) > len(self._gradient):
+                self._gradient = torch.full(rows.shape, 1e-3)
+            rows.grad = self._gradient[: len(rows)]
         self.weight.grad = torch.ones_like(self.weight)
 
 

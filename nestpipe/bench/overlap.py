@@ -116,7 +116,7 @@ def _batches(world: World) -> list[Batch]:
 def _train(step: Step, reducer: DenseReducer) -> None:
     for micro_batch in step:
         time.sleep(DENSE_MS / 1e3)
-        for leaf in micro_batch.leaves.values():
-            leaf.grad = torch.ones_like(leaf)
+        for rows in micro_batch.rows:
+            rows.grad = torch.ones_like(rows)
     reducer.finish(step)
     step.update_rows()

@@ -1,8 +1,8 @@
-"""`bench plain`: our serial step on one rank against a plain PyTorch loop with sparse `nn.Embedding`.
+"""`bench plain`: our step on one rank, inter and serial, against a plain PyTorch loop with sparse `nn.Embedding`.
 
-Both train the same model on the same batches from the same rows, one key for each table and sample; the first steps,
-before anything is timed, must give the same losses. A third loop does the dense part alone, on embeddings that are
-there already. What either of the other two takes longer than that is what its embeddings cost.
+All train the same model on the same batches from the same rows, one key for each table and sample; the first steps,
+before anything is timed, must give the same losses. A last loop does the dense part alone, on embeddings that are there
+already. What another loop takes longer than that is what its embeddings cost.
 """
 
 import itertools
@@ -132,7 +132,9 @@ class PlainLoop(Loop):
 class OurLoop(Loop):
     """A loop of one's own, as in examples/own_model.py; a single rank has nothing to reduce."""
 
-    def __init__(self, method: Method, sizes: list[int], keys: list[Tensor], labels: list[Tensor]) -> None:
+    def __init__(
+        self, method: Method, schedule: str, sizes: list[int], keys: list[Tensor], labels: list[Tensor]
+    ) -> None:
         super().__init__(len(sizes) * DIM)
         names = [f"table{t:02}" for t in range(len(sizes))]
         self.tables = [Table(name, DIM, optimizer=method.ours()) for name in names]
@@ -143,7 +145,9 @@ class OurLoop(Loop):
         ]
         self.store = make_store(tables_of(features), SEED, num_threads=1)
         self.rows = [self._create_rows(table, size) for table, size in zip(self.tables, sizes, strict=True)]
-        self.pipeline = iter(pipeline(features, itertools.cycle(batches), store=self.store, seed=SEED))
+        self.pipeline = iter(
+            pipeline(features, itertools.cycle(batches), store=self.store, schedule=schedule, seed=SEED)
+        )
 
     def _create_rows(self, table: Table, num_rows: int) -> Tensor:
         """Writes the table's initial rows to the store: a plain table has all its rows from the beginning, too."""
@@ -169,18 +173,22 @@ def _compare(method: Method, sizes: list[int], batch_size: int, num_rounds: int)
     drawn = [zipf_keys(size, (NUM_BATCHES, batch_size), generator) for size in sizes]
     keys = list(torch.stack(drawn, dim=1))  # a [tables, samples] tensor for each batch
     labels = [torch.from_numpy(generator.integers(2, size=batch_size)).float() for _ in keys]
-    ours = OurLoop(method, sizes, keys, labels)
-    plain = PlainLoop(method, ours.rows, keys, labels)
+    inter, serial = (OurLoop(method, schedule, sizes, keys, labels) for schedule in ("inter", "serial"))
+    plain = PlainLoop(method, inter.rows, keys, labels)
     dense = DenseLoop(len(sizes) * DIM, labels)
-    _check_same_training(ours, plain)
-    seconds = take_turns([plain.round, ours.round, dense.round], num_rounds)
-    plain_s, ours_s, dense_s = ([s / STEPS_A_ROUND for s in of_loop] for of_loop in seconds)
+    _check_same_training(inter, serial, plain)
+    seconds = take_turns([plain.round, inter.round, serial.round, dense.round], num_rounds)
+    plain_s, inter_s, serial_s, dense_s = ([s / STEPS_A_ROUND for s in of_loop] for of_loop in seconds)
+
+    def embedding_speed(ours: list[float]) -> list[float]:
+        return [(p - d) / (o - d) for p, o, d in zip(plain_s, ours, dense_s, strict=True)]
+
     return {
         "method": method.name,
         "dim": DIM,
         "threads": 1,
         "ranks": 1,
-        "schedule": "serial",
+        "schedule": "inter",
         "num_micro_batches": 1,
         "num_tables": len(sizes),
         "num_rows": sum(sizes),
@@ -188,19 +196,18 @@ def _compare(method: Method, sizes: list[int], batch_size: int, num_rounds: int)
         "num_rounds": num_rounds,
         "seed": SEED,
         "plain_ms": statistics.median(plain_s) * 1e3,
-        "ours_ms": statistics.median(ours_s) * 1e3,
+        "ours_ms": statistics.median(inter_s) * 1e3,
+        "serial_ms": statistics.median(serial_s) * 1e3,
         "dense_ms": statistics.median(dense_s) * 1e3,
-        **spread(
-            "embedding_speed_vs_plain",
-            [(p - d) / (o - d) for p, o, d in zip(plain_s, ours_s, dense_s, strict=True)],
-        ),
-        **spread("speed_vs_plain", [p / o for p, o in zip(plain_s, ours_s, strict=True)]),
+        **spread("embedding_speed_vs_plain", embedding_speed(inter_s)),
+        **spread("serial_embedding_speed_vs_plain", embedding_speed(serial_s)),
+        **spread("speed_vs_plain", [p / o for p, o in zip(plain_s, inter_s, strict=True)]),
     }
 
 
-def _check_same_training(ours: OurLoop, plain: PlainLoop) -> None:
-    """Whoever does less than the other would win; so the losses must be the same."""
+def _check_same_training(*loops: Loop) -> None:
+    """Refuses loops whose losses differ: one that does less than the others would win."""
     for number in range(WARM_UP_STEPS):
-        a, b = ours.step(), plain.step()
-        if not math.isclose(a, b, rel_tol=1e-4):
-            raise RuntimeError(f"step {number}: the loss is {a} here and {b} in plain PyTorch; they must be the same")
+        losses = [loop.step() for loop in loops]
+        if not all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses):
+            raise RuntimeError(f"step {number}: the losses are {losses}; they must be the same")

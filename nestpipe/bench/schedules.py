@@ -21,7 +21,8 @@ from nestpipe.distributed import World
 from nestpipe.embedding.row_optimizer import Adagrad
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline, make_store
-from nestpipe.pipelining.trace import Span, StepTimes, Trace
+from nestpipe.pipelining.step_times import StepTimes
+from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.summary import STEP_FIELDS, step_value
 

@@ -1,4 +1,4 @@
-"""Small batches in `bench schedules`: the demo's model and 26 tables, default schedule against serial; one rank.
+"""Small batches in `bench schedules`: the demo's model and 26 tables, inter against serial; one rank.
 
 A small batch gives a schedule little to hide. What shows is what the schedule costs: lanes, hand-overs between them,
 and calls for each table from several threads that share one interpreter. The batches are made before the measurement.
@@ -41,24 +41,23 @@ def small_batch_records(quick: bool) -> Iterator[Record]:
 
 def _record(batch_size: int, turns: Turns) -> Record:
     config = load_config(None, [f"train.batch_size={batch_size}", "evaluate.num_samples=0"]).resolved(1, cores=1)
-    default = config.pipeline.schedule
-    serial_run = build(change_config(config, ["pipeline.schedule=serial"]), World())
-    trainers = {"serial": serial_run.trainer, default: build(config, World()).trainer}
-    step_ms = _rounds(trainers, list(itertools.islice(serial_run.batches, NUM_BATCHES)), turns)
+    runs = {name: build(change_config(config, [f"pipeline.schedule={name}"]), World()) for name in ("serial", "inter")}
+    trainers = {name: run.trainer for name, run in runs.items()}
+    step_ms = _rounds(trainers, list(itertools.islice(runs["serial"].batches, NUM_BATCHES)), turns)
     return {
-        "schedule": default,
+        "schedule": "inter",
         "threads": 1,
         "ranks": 1,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "dim": config.model.dim,
-        "num_tables": len(trainers[default].tables),
+        "num_tables": len(trainers["inter"].tables),
         "batch_size": batch_size,
         "num_rounds": turns.num_rounds,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "seed": config.train.seed,
         "serial_step_ms": statistics.median(step_ms["serial"]),
-        "step_ms": statistics.median(step_ms[default]),
-        **spread("small_batch_overhead", [d / s for d, s in zip(step_ms[default], step_ms["serial"], strict=True)]),
+        "step_ms": statistics.median(step_ms["inter"]),
+        **spread("small_batch_overhead", [d / s for d, s in zip(step_ms["inter"], step_ms["serial"], strict=True)]),
     }
 
 

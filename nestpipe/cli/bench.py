@@ -17,6 +17,7 @@ from nestpipe.bench import learning as learning_bench
 from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
+from nestpipe.bench import scale as scale_bench
 from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
 from nestpipe.bench.hosts import check_possible
@@ -131,6 +132,12 @@ def prepare(
     from nestpipe.bench import prepare as prepare_bench  # pyarrow is imported where it is used
 
     _run("prepare", lambda: prepare_bench.records(num_rows, quick), path, quick, check)
+
+
+@app.command()
+def scale(path: Json, quick: Quick = False, check: Check = False) -> None:
+    """The host's work for one rank's step in worlds of up to 1,536 ranks, with up to 200 tables."""
+    _run("scale", lambda: scale_bench.records(quick), path, quick, check)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The default generators of random numbers: the host's, and those of an accelerator."""
 
+import zlib
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,3 +12,19 @@ def forked_generators(device: torch.device) -> AbstractContextManager[None]:
     """A context after which the default generators of the host and of the device are as before."""
     devices = [device] if is_accelerator(device) else []
     return torch.random.fork_rng(devices, device_type=device.type)
+
+
+def seed_generators(device: torch.device, *purpose: int) -> None:
+    """Seeds the default generators, which the model's dropout draws from, by (seed, step, rank, micro-batch).
+
+    As torch.manual_seed does, which however remembers every call, with its traceback, for each kind of device that is
+    not there.
+    """
+    seed = zlib.crc32(repr(purpose).encode())
+    torch.default_generator.manual_seed(seed)
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        if hasattr(module, "default_generators"):
+            module.default_generators[device.index].manual_seed(seed)
+        else:
+            module.manual_seed(seed)

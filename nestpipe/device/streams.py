@@ -54,6 +54,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def with_streams(device: torch.device | None) -> torch.device | None:
+    """Returns the device if it has streams, whose events tell the time; else None."""
+    return device if device is not None and is_accelerator(device) else None
+
+
 def mark(device: torch.device) -> Mark:
     """After all that this thread's stream has been given so far."""
     return torch.accelerator.current_stream(device).record_event() if is_accelerator(device) else None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, Streams, is_accelerator, mark, use_here, wait_for
+from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for, with_streams
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
@@ -42,7 +42,8 @@ class Channel:
         self.size = watch.size
         self.watch = watch
         self._group = group
-        self._device_group = device_group
+        self.device_group = device_group
+        """carries device memory, directly; None: all goes through host memory"""
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
         self._num_agreed = 0
@@ -50,7 +51,7 @@ class Channel:
     @property
     def is_staged(self) -> bool:
         """Whether what is on a device passes through host memory."""
-        return is_accelerator(self._streams.device) and self._device_group is None
+        return with_streams(self._streams.device) is not None and self.device_group is None
 
     def all_to_all(
         self,
@@ -70,7 +71,7 @@ class Channel:
             received.copy_(message)
             meanwhile()
         elif self._is_direct(message.device):
-            group = self._device_group
+            group = self.device_group
             self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
             meanwhile()  # comes after it in the stream
         else:
@@ -97,7 +98,7 @@ class Channel:
     def all_reduce_sum(self, values: Tensor) -> None:
         """In place."""
         if self.size > 1 and self._is_direct(values.device):
-            self._issue(lambda: dist.all_reduce(values, group=self._device_group), values)
+            self._issue(lambda: dist.all_reduce(values, group=self.device_group), values)
         elif self.size > 1:
             here = download(values)
             self._run(lambda: dist.all_reduce(here, group=self._host_group, async_op=True))
@@ -171,7 +172,7 @@ class Channel:
         return self._group
 
     def _is_direct(self, device: torch.device) -> bool:
-        return self._device_group is not None and device == self._streams.device
+        return self.device_group is not None and device == self._streams.device
 
     def _issue(self, collective: Callable[[], object], *tensors: Tensor) -> None:
         """Of device memory, always in the lane's thread. What this thread's stream is given next comes after it."""

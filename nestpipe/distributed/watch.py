@@ -120,14 +120,18 @@ class Watch:
 
         is_remote: the work needs other ranks. Other work may go on when the store has been closed.
         """
-        if self.failure is not None:
-            raise RankError(f"these ranks have failed before: {self.failure}; start them again")
+        self.check()
         if not pending.done():
             with self._activity.doing(stage, is_remote, is_caller=True):
                 self._wait(pending, stage, is_remote)
         if isinstance(error := pending.exception(), LostConnectionError):
             raise self.explained(error, stage)
         return pending.result()
+
+    def check(self) -> None:
+        """Raises if these ranks have failed before: collectives of theirs may still be under way."""
+        if self.failure is not None:
+            raise RankError(f"these ranks have failed before: {self.failure}; start them again")
 
     def _wait(self, pending: Future[T], stage: str, is_remote: bool) -> None:
         waited = unanswered = 0.0

@@ -11,7 +11,14 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 
-from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, is_accelerator
+from nestpipe.device.streams import (
+    Streams,
+    default_device,
+    device_of_rank,
+    finish_all,
+    full_device,
+    is_accelerator,
+)
 from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
@@ -57,6 +64,8 @@ class World:
         self.device = full_device(device)
         """of the model and of the rows in training"""
         self.streams = Streams(self.device)
+        self.runs_ahead = is_accelerator(self.device)
+        """whether the host runs ahead of the device: what a step computes is known later than it is launched"""
         self.backend = backend
         if size > 1 and link is None:
             link = _link(rank, size, timeout_seconds, stall_seconds)
@@ -69,10 +78,11 @@ class World:
         self.rows = self._channel("row exchange", is_on_device=True)
         self.gradients = self._channel("gradient return", is_on_device=True)
         self.dense = self._channel("dense reduction", is_on_device=True, needs_host=True)
-        # Both are used by the caller's thread only, so they may share a group, and a lane that keeps their order.
+        # All three are used by the caller's thread only, which waits for each, so they may share a group.
         group, lane = link.group if link is not None else None, Lane("agreement")
         self.evaluate = Channel("evaluation", self.watch, group, self.streams, lane)
         self.control = Channel("agreement", self.watch, group, self.streams, lane)
+        self.commit = Channel("commit", self.watch, group, self.streams, self.issuer or lane, self.dense.device_group)
         self._reductions: list[ReferenceType[Reduction]] = []
         if link is not None:
             link.settle()
@@ -131,6 +141,15 @@ class World:
         for i in sorted({i for text in self.control.share_text(json.dumps(begun)) for i in json.loads(text)}):
             alive[i].complete()
 
+    def finish_device(self) -> None:
+        """Waits until the device has done all it was given, unless another rank is lost."""
+        if self.size == 1 or not self.runs_ahead:
+            finish_all(self.device)
+            return
+        lane = Lane("device")  # the device may be in a collective that a lost rank never joins
+        self.watch.wait(lane.submit(lambda: finish_all(self.device)), "the end of the run")
+        lane.close()
+
     def close(self) -> None:
         """Ends the threads of this world, and its groups. After a failure no other rank is waited for."""
         global _of_environment
@@ -139,7 +158,8 @@ class World:
         if _of_environment is not None and _of_environment() is self:
             _of_environment = None
         if self.watch.failure is None:
-            for channel in (self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control):
+            channels = self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control, self.commit
+            for channel in channels:
                 channel.close()
             if dist.is_initialized():
                 lane = Lane("end")
@@ -151,7 +171,7 @@ class World:
         lane, device_group = None, None
         if is_on_device and self.issuer is not None:
             lane = self.issuer
-            if self.backend == "nccl" or not is_accelerator(self.device):  # gloo cannot take what is on a device
+            if self.backend == "nccl" or not self.runs_ahead:  # gloo cannot take what is on a device
                 device_group = self._group(self.backend)
         group = self._group("gloo") if device_group is None or needs_host else None
         return Channel(name, self.watch, group, self.streams, lane, device_group)

@@ -1,167 +1,169 @@
-"""How much device memory the embedding part of a rank needs for a batch: a formula, known before a row is retrieved.
+"""Rows in the memory of a device: by kernels, through pinned host memory to and from the host store.
 
-    buffers     2 x 1.25 x owned keys x (row + row state)      the active and the prefetch buffer
-    slots       batches under way x (positions, occurrences, inputs, plans), and 3 x 2 places of each owned key
-    rows        distinct keys x row                            kept by a requester
-    leaves      keys of a micro-batch x row                    of all micro-batches that are brought ahead
-    gradients   of a leaf; summed by the requester; at the owner for each requester; their sum
-    exchange    messages of one micro-batch, unless they are in host memory; what a rank sends to itself
+Records have a mirror, pinned host memory of the same shape: they come and go through it by direct copies, a stretch of
+slots at a time, while the host store is busy with the next stretch. They go straight to their slots; what lies between
+them in a stretch is copied too. A record begins at a multiple of 16 bytes, which is what a device reads at once.
 
-The last four are those of the moment of a batch at which they are most together (see window_memory.py). What the dense
-model makes of a leaf is its own.
+Messages may be in pinned host memory, too, where ranks share a device. Kernels then read and write them there: copies
+would stand behind those of records.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import is_accelerator
+from nestpipe.device.streams import Mark, mark
 from nestpipe.device.tally import embedding_memory
-from nestpipe.device.transfer import OfTensors
-from nestpipe.embedding.plan import Plans
-from nestpipe.embedding.route import Route
-from nestpipe.embedding.table import Table
-from nestpipe.embedding.window_memory import widest
+from nestpipe.device.transfer import OfTensors, host_empty, uploaded
+from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.features import with_occurrences
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.memory import HostCall
+from nestpipe.embedding.plan import ALIGNMENT, message_unit
+from nestpipe.embedding.row_optimizer import RowOptimizer
+from nestpipe.kernels import rows as row_kernels
+from nestpipe.kernels.keep_alive import keep_alive_until
+from nestpipe.kernels.segments import Segments, sum_segments
 
-MEANINGS = {
-    "buffers": "2 x 1.25 x owned keys x (row + row state)",
-    "slots": "of each batch under way: positions, occurrences, inputs, plans",
-    "rows": "distinct keys x row, kept by the requester",
-    "leaves": "keys of each micro-batch that is brought ahead x row",
-    "gradients": "of a leaf, summed by the requester, at the owner for each requester",
-    "exchange": "messages of one micro-batch, and what a rank sends to itself",
-}
+T = TypeVar("T", bound=OfTensors)
 
-REMEDY = (
-    "Take a smaller batch, more ranks, rows of fewer columns or a row optimizer with less state; or raise the budget, "
-    "if the dense model leaves room for it"
-)
-
-
-@dataclass(frozen=True)
-class DeviceBytes:
-    """Of one rank. What each term is: see the module."""
-
-    buffers: int = 0
-    slots: int = 0
-    rows: int = 0
-    leaves: int = 0
-    gradients: int = 0
-    exchange: int = 0
-    staging: int = 0
-    """of pinned host memory, beside it: mirrors of the buffers; messages, if they are there"""
-
-    @property
-    def terms(self) -> Mapping[str, int]:
-        return {name: number for name, number in asdict(self).items() if name in MEANINGS}
-
-    @property
-    def total(self) -> int:
-        return sum(self.terms.values())
-
-    def __str__(self) -> str:
-        terms = [f"{megabytes(part)} {name} ({MEANINGS[name]})" for name, part in self.terms.items() if part > 0]
-        return f"{megabytes(self.total)} MB = {' + '.join(terms)}"
+STRETCH_BYTES = 64 << 20
+"""bytes of records that travel at a time: enough for all threads of the host store to share in"""
 
 
 class DeviceMemory:
-    """The formula, batch by batch, against a budget. Buffers never shrink, so it remembers how large they are."""
+    """See Memory. Calls enqueue work in the calling thread's stream."""
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        rank: int,
-        device: torch.device,
-        *,
-        is_windowed: bool,
-        is_overlapping: bool,
-        is_staged: bool,
-    ) -> None:
-        """is_staged: messages are in host memory"""
-        if budget_bytes < 1:
-            raise ValueError(f"device_budget_bytes is {budget_bytes}, must be at least 1")
-        self.budget_bytes = budget_bytes
-        self.largest = DeviceBytes()
-        """what a batch so far needed at most"""
-        self.peak_bytes = 0
-        """what all of them did hold at most; known at the end"""
-        self._rank = rank
-        self._is_windowed = is_windowed
-        self._is_overlapping = is_overlapping
+    has_mirrors = True
+
+    def __init__(self, device: torch.device, is_staged: bool) -> None:
+        self.device = device
         self._is_staged = is_staged
-        self._has_mirrors = is_accelerator(device)
-        self._room: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        """records of each table in the buffers of even and of odd batches"""
-        self._is_ended = False
-        embedding_memory.start(device)
 
-    def end(self) -> None:
-        """What is made from here on counts no more."""
-        if not self._is_ended:
-            self._is_ended = True
-            self.peak_bytes = embedding_memory.peak_bytes
-            embedding_memory.stop()
+    def empty_rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        rows = torch.empty(num_rows, dim, dtype=dtype, device=self.device)
+        embedding_memory.add(rows)
+        return rows
 
-    def error(self, number: int, route: Route, plans: Plans) -> ValueError | None:
-        """Why this batch, the number-th, does not fit."""
-        window = widest(route, plans, self._rank, self._is_windowed, self._is_staged)
-        buffers = self._buffers(number, route)
-        staging = window.in_host + (buffers if self._has_mirrors else 0)
-        parts = window.rows, window.leaves, window.gradients, window.exchange
-        needed = DeviceBytes(buffers, self._slots(route, plans), *parts, staging)
-        if needed.total > self.budget_bytes:
-            return ValueError(self._refusal(needed, route))
-        self.largest = max(self.largest, needed, key=lambda of: of.total)
-        return None
+    def empty_records(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        aligned = ALIGNMENT // dtype.itemsize
+        shape = (num_slots, -(-num_columns // aligned) * aligned)
+        records = torch.empty(shape, dtype=dtype, device=self.device)
+        mirror = host_empty(shape, dtype, self.device)
+        for array in (records, mirror):
+            array[:, num_columns:] = 0
+        return records, mirror
 
-    def _refusal(self, needed: DeviceBytes, route: Route) -> str:
-        num_owned = sum(len(owned.keys) for owned in route.owned)
-        num_keys = sum(len(table.keys) for table in route.request.tables)
-        return (
-            f"a batch with {num_keys:,} distinct keys, {num_owned:,} owned by this rank, in "
-            f"{len(route.request.num_samples)} micro-batches needs more device memory for its embeddings than "
-            f"memory.device_budget_bytes, {megabytes(self.budget_bytes)} MB: {needed}. It was not trained. {REMEDY}"
-        )
+    def upload(self, value: T) -> T:
+        return uploaded(value, self.device)
 
-    def _buffers(self, number: int, route: Route) -> int:
-        """As BufferMemory makes them. One that has become too small is there until the batch before is written back."""
-        here, other = self._room[number % 2], self._room[1 - number % 2]
-        total = 0
-        for owned in route.owned:
-            name, num_keys, before = owned.table.name, len(owned.keys), here.get(owned.table.name, 0)
-            if num_keys > before:
-                here[name] = num_keys + num_keys // 4
-            replaced = before if num_keys > before else 0
-            room = here.get(name, 0)
-            total += (room + max(room, other.get(name, 0)) + replaced) * _record_bytes(owned.table)
+    def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
+        return uploaded(with_occurrences(features, batch), self.device)
+
+    def fill_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, gather: HostCall) -> None:
+        assert mirror is not None
+        for stretch, chosen in _stretches(records, slots):
+            gather(mirror, stretch, chosen)
+            records[stretch].copy_(mirror[stretch], non_blocking=True)
+
+    def drain_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, scatter: HostCall) -> None:
+        assert mirror is not None
+        travelling = []
+        for stretch, chosen in _stretches(records, slots):
+            mirror[stretch].copy_(records[stretch], non_blocking=True)
+            travelling.append((mark(self.device), stretch, chosen))
+        for moment, stretch, chosen in travelling:
+            if moment is not None:
+                moment.synchronize()
+            scatter(mirror, stretch, chosen)
+
+    def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
+        row_kernels.copy_rows(source, from_places, target, to_places)
+
+    def add_rows(
+        self,
+        target: Tensor,
+        places: Tensor | None,
+        source: Tensor,
+        is_first: Tensor | None,
+        limit: float,
+        exceeds: Tensor | None,
+    ) -> None:
+        row_kernels.add_rows(target, places, source, is_first, limit, exceeds)
+
+    def check_rows(self, rows: Tensor, limit: float, exceeds: Tensor) -> None:
+        if rows.numel() > 0:
+            low, high = rows.aminmax()
+            exceeds |= ~((low >= -limit) & (high <= limit))
+
+    def new_flag(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def sum_rows(self, values: Tensor, segments: Segments) -> Tensor:
+        total = self.empty_rows(segments.num_segments, values.shape[1], values.dtype)
+        sum_segments(values, segments, None, total)
         return total
 
-    def _slots(self, route: Route, plans: Plans) -> int:
-        """Of this batch and the one before; in overlapping schedules of one more before, which is forgotten when that
-        one has been written back, of two that follow, and where those that are neighbours share keys."""
-        of_batch = _tensor_bytes(route.request) + _tensor_bytes(plans)
-        if not self._is_overlapping:
-            return 2 * of_batch
-        return 5 * of_batch + 3 * 2 * 8 * sum(len(owned.keys) for owned in route.owned)
+    def update(
+        self,
+        optimizer: RowOptimizer,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        is_masked: Tensor | None,
+    ) -> None:
+        optimizer.apply(rows, state, gradient, step, is_masked)
+
+    def empty_message(self, num_bytes: int) -> Tensor:
+        if self._is_staged:
+            return host_empty((num_bytes,), torch.uint8, self.device)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        embedding_memory.add(message)
+        return message
+
+    def write_message(self, source: Tensor, places: Tensor, message: Tensor, message_places: Tensor | None) -> None:
+        row_kernels.copy_rows(source, places, *_in_units(message, message_places, source, len(places)))
+
+    def read_message(
+        self, message: Tensor, message_places: Tensor | None, target: Tensor, places: Tensor | None
+    ) -> None:
+        num_rows = len(target if places is None else places)
+        row_kernels.copy_rows(*_in_units(message, message_places, target, num_rows), target, places)
+
+    def sealed(self, message: Tensor) -> Mark:
+        if not self._is_staged:
+            return None
+        keep_alive_until(message, self.device)  # if the step is left, kernels may write to it that nobody waits for
+        return mark(self.device)
+
+    def consumed(self, message: Tensor) -> None:
+        if self._is_staged:
+            keep_alive_until(message, self.device)
 
 
-def megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.2f}"
+def _in_units(message: Tensor, places: Tensor | None, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    """Returns a message as an array of rows like those of another array, one at every unit, and the places in it."""
+    dim, dtype = like.shape[1], like.dtype
+    if places is None:
+        return message[: num_rows * dim * dtype.itemsize].view(dtype).view(num_rows, dim), None
+    elements = message.view(dtype)
+    step = message_unit(dim * dtype.itemsize) // dtype.itemsize
+    num_places = max(0, (elements.numel() - dim) // step + 1)
+    return elements.as_strided((num_places, dim), (step, 1)), places
 
 
-def _record_bytes(table: Table) -> int:
-    return (table.dim + table.spec(seed=0).state_width) * table.dtype.itemsize
-
-
-def _tensor_bytes(value: OfTensors) -> int:
-    """Of all that goes to the device with it, each tensor once."""
-    tensors: dict[int, Tensor] = {}
-
-    def see(tensor: Tensor) -> Tensor:
-        tensors[id(tensor)] = tensor
-        return tensor
-
-    value.map(see)
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _stretches(records: Tensor, slots: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yields ascending slots (None: all) a stretch at a time: from the first to the last of them, and which they are,
+    or None if none is left out."""
+    num_slots = max(1, STRETCH_BYTES // (records.stride(0) * records.itemsize))
+    num_chosen = len(records) if slots is None else len(slots)
+    for first in range(0, num_chosen, num_slots):
+        end = min(first + num_slots, num_chosen)
+        if slots is None:
+            yield slice(first, end), None
+            continue
+        stretch = slice(int(slots[first]), int(slots[end - 1]) + 1)
+        yield stretch, None if stretch.stop - stretch.start == end - first else slots[first:end]

@@ -1,131 +1,223 @@
-"""Which keys of a batch travel with which of its micro-batches. Requester and owner plan alike, from the keys' uses."""
+"""Which rows and gradients of a batch travel with which of its micro-batches.
+
+Requester and owner plan alike, from the bits that say which micro-batches use a key. Once: a row travels with the first
+micro-batch that uses it, its gradient with the last one. Resend: both travel with every micro-batch that uses the row.
+All lists are lists of places, so that they can be refined by a choice among keys.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.device.transfer import uploaded
-from nestpipe.embedding.request import TableRequest
-from nestpipe.embedding.route import OwnedTable, Route
+from nestpipe.embedding.dedup import RequesterDedup
+from nestpipe.embedding.group import TableGroup
+from nestpipe.embedding.route import OwnerDedup, Route
+from nestpipe.kernels.segments import Segments, make_segments
+from nestpipe.store import group_by_row, plan_ops
 
 WINDOWS = ("once", "resend")
+ALIGNMENT = 16
+"""bytes: what a device reads and writes at once"""
 
-Places = Tensor | None
-"""Ascending places in a list of keys; None: all of them."""
+
+@dataclass(frozen=True)
+class TravelList:
+    """Which keys of a list travel with each micro-batch, to or from which rank."""
+
+    places: Tensor
+    """micro-batch after micro-batch: places of the keys of other ranks, ascending, then those of this rank's own"""
+    bounds: list[int]
+    """[2 * micro-batches + 1] where the parts of `places` begin"""
+    counts: NDArray[np.int64]
+    """[micro-batches, ranks] how many of each rank; 0 for this rank itself"""
+    message_places: Tensor | None = None
+    """where the rows of other ranks lie in their message, in units; micro-batch after micro-batch. None: in order"""
+    message_bounds: tuple[int, ...] = ()
+    """[micro-batches + 1] where the parts of message_places begin"""
+
+    def others(self, micro_batch: int) -> Tensor:
+        return self.places[self.bounds[2 * micro_batch] : self.bounds[2 * micro_batch + 1]]
+
+    def own(self, micro_batch: int) -> Tensor:
+        return self.places[self.bounds[2 * micro_batch + 1] : self.bounds[2 * micro_batch + 2]]
+
+    def in_message(self, micro_batch: int) -> Tensor | None:
+        if self.message_places is None:
+            return None
+        return self.message_places[self.message_bounds[micro_batch] : self.message_bounds[micro_batch + 1]]
+
+    def num_others(self, micro_batch: int) -> int:
+        return self.bounds[2 * micro_batch + 1] - self.bounds[2 * micro_batch]
+
+    def num_own(self, micro_batch: int) -> int:
+        return self.bounds[2 * micro_batch + 2] - self.bounds[2 * micro_batch + 1]
+
+    def select(self, numbers: Tensor) -> "TravelList":
+        """Replaces each place by its entry in `numbers`."""
+        return replace(self, places=numbers.index_select(0, self.places))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TravelList":
+        in_message = None if self.message_places is None else function(self.message_places)
+        return replace(self, places=function(self.places), message_places=in_message)
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """Messages of one direction: rank after rank, and for each rank group after group, from a multiple of 16 bytes on.
+
+    What a rank sends to itself is in no message.
+    """
+
+    sizes: list[list[int]]
+    """[micro-batches][ranks] bytes"""
+    row_bytes: list[int]
+    """[micro-batches] bytes of rows alone"""
+    num_bytes: list[int]
+    """[micro-batches] bytes of the whole message"""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One table group: what it sends and receives in the two exchanges, as requester and as owner."""
+
+    group: TableGroup
+    rows_in: TravelList
+    """requester: positions whose rows arrive; with one micro-batch, rows of that micro-batch"""
+    rows_out: TravelList
+    """owner: slots whose rows are sent"""
+    gradients_out: TravelList
+    """requester: positions whose gradients are sent; with one micro-batch, rows of that micro-batch"""
+    gradients_in: TravelList
+    """owner: entries whose gradients arrive"""
+    num_entries: int
+    sums: Segments
+    """the entries of each slot, in order of requester"""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupPlan":
+        return replace(
+            self,
+            rows_in=self.rows_in.map(function),
+            rows_out=self.rows_out.map(function),
+            gradients_out=self.gradients_out.map(function),
+            gradients_in=self.gradients_in.map(function),
+            sums=self.sums.map(function),
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which keys of a list travel with each micro-batch; both ends make the same one from the keys' uses."""
+    """All groups of a batch."""
 
-    bring: list[Places]
-    take: list[Places]
-
-    @staticmethod
-    def of(uses: Tensor, window: str, frozen: bool) -> "Plan":
-        num_micro_batches = uses.shape[1]
-        bring: list[Places]
-        take: list[Places]
-        if num_micro_batches == 1:
-            bring = take = [None]
-        elif window == "resend":
-            bring = take = [_where(uses[:, i]) for i in range(num_micro_batches)]
-        else:
-            columns = uses.T.contiguous()
-            bring = _grouped(num_micro_batches - 1 - _last_use(columns.flip(0)), num_micro_batches)
-            take = _grouped(_last_use(columns), num_micro_batches)
-        none = torch.empty(0, dtype=torch.int64)
-        return Plan(bring, [none] * num_micro_batches if frozen else take)
+    window: str
+    groups: list[GroupPlan]
+    rows_in: MessageSizes
+    rows_out: MessageSizes
+    gradients_in: MessageSizes
+    gradients_out: MessageSizes
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
-        bring, take = ([None if p is None else function(p) for p in places] for places in (self.bring, self.take))
-        return Plan(bring, take)
+        return replace(self, groups=[group.map(function) for group in self.groups])
 
 
-@dataclass(frozen=True)
-class TablePlans:
-    requester: Plan
-    bring_counts: list[list[int]]
-    """for each micro-batch, how many rows each owner sends"""
-    take_counts: list[list[int]]
-    """for each micro-batch, how many gradients each owner is sent"""
-    bring_slots: list[list[Tensor]]
-    """for each requester and micro-batch, the slots of the rows it is sent"""
-    take_places: list[list[Places]]
-    """for each requester and micro-batch, which of its keys it returns gradients of"""
-    slots: list[Tensor]
-    """for each requester, the slot of each of its keys"""
-
-    @staticmethod
-    def of(request: TableRequest, owned: OwnedTable, window: str) -> "TablePlans":
-        requester = Plan.of(request.uses, window, request.table.frozen)
-        plans = [Plan.of(uses, window, owned.table.frozen) for uses in owned.uses]
-        bring_slots = [
-            [slots if places is None else slots.index_select(0, places) for places in plan.bring]
-            for slots, plan in zip(owned.slots, plans, strict=True)
-        ]
-        bring_counts, take_counts = (
-            [_counts(request, places) for places in of_all] for of_all in (requester.bring, requester.take)
-        )
-        take_places = [plan.take for plan in plans]
-        return TablePlans(requester, bring_counts, take_counts, bring_slots, take_places, owned.slots)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "TablePlans":
-        return replace(
-            self,
-            requester=self.requester.map(function),
-            bring_slots=[[function(slots) for slots in of] for of in self.bring_slots],
-            take_places=[[None if p is None else function(p) for p in of] for of in self.take_places],
-            slots=[function(slots) for slots in self.slots],
-        )
+def make_plan(route: Route, window: str, rank: int) -> Plan:
+    """Plans the exchanges of a batch among several ranks."""
+    num_parts = route.batch.num_micro_batches
+    pairs = list(zip(route.batch.groups, route.owned, strict=True))
+    groups = [_group_plan(dedup, owned, num_parts, window, rank) for dedup, owned in pairs]
+    row_bytes = [group.group.row_bytes for group in groups]
+    rows_in, lists_a = _lay_out([group.rows_in for group in groups], row_bytes)
+    rows_out, lists_b = _lay_out([group.rows_out for group in groups], row_bytes)
+    gradients_in, lists_c = _lay_out([group.gradients_in for group in groups], row_bytes)
+    gradients_out, lists_d = _lay_out([group.gradients_out for group in groups], row_bytes)
+    for g, (a, b, c, d) in enumerate(zip(lists_a, lists_b, lists_c, lists_d, strict=True)):
+        groups[g] = replace(groups[g], rows_in=a, rows_out=b, gradients_in=c, gradients_out=d)
+    return Plan(window, groups, rows_in, rows_out, gradients_in, gradients_out)
 
 
-@dataclass(frozen=True)
-class Plans:
-    window: str
-    tables: list[TablePlans]
-    """empty in a world of one"""
-
-    @staticmethod
-    def of(route: Route, window: str) -> "Plans":
-        if len(route.owned) > 0 and len(route.owned[0].slots) == 1:
-            return Plans(window, [])  # in a world of one nothing travels
-        pairs = zip(route.request.tables, route.owned, strict=True)
-        return Plans(window, [TablePlans.of(request, owned, window) for request, owned in pairs])
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Plans":
-        return Plans(self.window, [table.map(function) for table in self.tables])
-
-    def to(self, device: torch.device) -> "Plans":
-        return uploaded(self, device)
+def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:
+    """Returns the positions whose rows arrive with each micro-batch, and those whose gradients leave with it."""
+    counts = dedup.counts.numpy().sum(axis=1, dtype=np.int64)
+    return _lists(dedup.group, dedup.uses, len(dedup.num_samples), window, counts, rank)
 
 
-def _counts(request: TableRequest, positions: Places) -> list[int]:
-    """How many of these positions each owner has."""
-    if positions is None:
-        return request.counts
-    ends = torch.searchsorted(positions, torch.tensor(request.counts).cumsum(0))
-    return ends.diff(prepend=ends.new_zeros(1)).tolist()
+def _lists(
+    group: TableGroup, uses: Tensor, num_parts: int, window: str, counts: NDArray[np.int64], rank: int
+) -> tuple[TravelList, TravelList]:
+    """Returns which of a list of keys, counts[rank] of each rank, travel on the way out and on the way back."""
+
+    def listed(which: str) -> TravelList:
+        places, bounds, per_rank = plan_ops.exchange_lists(uses, num_parts, which, torch.from_numpy(counts), rank)
+        return TravelList(places, bounds.tolist(), per_rank.numpy())
+
+    first, last = ("all", "all") if window == "resend" else ("first", "last")
+    if not group.frozen:
+        return listed(first), listed(last)
+    none = TravelList(
+        torch.empty(0, dtype=torch.int64),
+        [0] * (2 * num_parts + 1),
+        np.zeros((num_parts, len(counts)), dtype=np.int64),
+    )
+    return listed(first), none
 
 
-def _where(mask: Tensor) -> Tensor:
-    return mask.nonzero().flatten()
+def _group_plan(dedup: RequesterDedup, owned: OwnerDedup, num_parts: int, window: str, rank: int) -> GroupPlan:
+    rows_in, gradients_out = requester_lists(dedup, window, rank)
+    if num_parts == 1 and len(dedup.group.tables) > 1:
+        row_of = torch.empty_like(dedup.row_positions)
+        row_of[dedup.row_positions] = torch.arange(len(row_of))
+        rows_in, gradients_out = rows_in.select(row_of), gradients_out.select(row_of)
+    entries_out, gradients_in = _lists(owned.group, owned.uses, num_parts, window, owned.entry_counts, rank)
+    order, offsets = _entries_of_slots(owned)
+    return GroupPlan(
+        group=dedup.group,
+        rows_in=rows_in,
+        rows_out=entries_out.select(owned.slots),
+        gradients_out=gradients_out,
+        gradients_in=gradients_in,
+        num_entries=len(owned.slots),
+        sums=make_segments(order, offsets),
+    )
 
 
-def _last_use(columns: Tensor) -> NDArray[np.int16]:
-    """[keys] the last micro-batch that uses each key, from [num_micro_batches, keys]. A pass over all keys for each
-    micro-batch: several times as fast as argmax over the few uses of each key."""
-    last = np.zeros(columns.shape[1], dtype=np.int16)
-    for i, column in enumerate(columns.numpy().view(np.uint8)):
-        np.maximum(last, column * np.int16(i), out=last)
-    return last
+def _entries_of_slots(owned: OwnerDedup) -> tuple[Tensor, Tensor]:
+    offsets, _, entries = group_by_row(owned.slots, None, len(owned.keys), with_occurrences=False)
+    return entries, offsets
 
 
-def _grouped(numbers: NDArray[np.int16], num_groups: int) -> list[Places]:
-    """For each group the places where its number stands, ascending. Numbers of 16 bits are sorted digit by digit."""
-    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
-    return list(order.split(np.bincount(numbers, minlength=num_groups).tolist()))
+def _lay_out(lists: list[TravelList], row_bytes: list[int]) -> tuple[MessageSizes, list[TravelList]]:
+    """Lays out the messages of one direction, those of all micro-batches and ranks at once."""
+    used = [travel.counts * width for travel, width in zip(lists, row_bytes, strict=True)]
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in used]
+    sizes = np.sum(padded, axis=0)
+    starts = np.cumsum(sizes, axis=1) - sizes
+    laid_out = []
+    for travel, width, size in zip(lists, row_bytes, padded, strict=True):
+        laid_out.append(_with_message_places(travel, starts, width))
+        starts = starts + size
+    totals = np.sum(used, axis=(0, 2)).tolist(), sizes.sum(axis=1).tolist()
+    return MessageSizes(sizes.tolist(), *totals), laid_out
+
+
+def message_unit(row_bytes: int) -> int:
+    """Bytes of the unit in which places in a message are counted: every row begins at a multiple of it."""
+    return gcd(row_bytes, ALIGNMENT)
+
+
+def _with_message_places(travel: TravelList, starts: NDArray[np.int64], row_bytes: int) -> TravelList:
+    """starts: [micro-batches, ranks] where the group's rows begin, in bytes."""
+    counts = travel.counts
+    totals = counts.sum(axis=1)
+    bounds = np.concatenate([[0], np.cumsum(totals)])
+    flat = counts.ravel()
+    before = np.cumsum(counts, axis=1) - counts
+    if np.array_equal(starts[counts > 0], (before * row_bytes)[counts > 0]):
+        return replace(travel, message_places=None)  # one group without gaps: rows lie one behind the other
+    shift = starts.ravel() - (np.cumsum(flat) - flat) * row_bytes
+    places = np.repeat(shift, flat) + np.arange(int(bounds[-1])) * row_bytes
+    in_message = torch.from_numpy(places // message_unit(row_bytes))
+    return replace(travel, message_places=in_message, message_bounds=tuple(bounds.tolist()))

@@ -1,4 +1,4 @@
-"""Rows placed at the occurrences of their keys, and their gradients on the way back, by the native library.
+"""Rows at the occurrences of their keys, and their gradients on the way back, by the native library.
 
 torch's `embedding_bag` and `embedding` would do; but the backward of the first sorts, that of the second copies what it
 is given, and neither writes side by side. A row's gradients are summed in the order of its occurrences, whatever the
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.embedding.memory import recycled
+from nestpipe.embedding.recycler import recycled
 from nestpipe.kernels.pooling import DeviceOccurrences
 from nestpipe.kernels.pooling import pool as pool_on_device
 from nestpipe.store.interface import DTYPES
@@ -23,10 +23,10 @@ from nestpipe.store.native import NativeOccurrences, call, pointer
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Which rows of a leaf each sample has."""
+    """Which rows each sample has."""
 
     index: Tensor
-    """[n] int64: a row of the leaf; one beyond its last row stands for padding, no row"""
+    """[n] int64: a row; one beyond the last row stands for padding, no row"""
     offsets: Tensor | None = None
     """[num_samples + 1]: sample s has occurrences offsets[s]:offsets[s + 1]; None: one each"""
     weights: Tensor | None = None
@@ -49,29 +49,29 @@ class Occurrences:
         )
 
 
-def pool(features: Sequence[Occurrences | DeviceOccurrences], leaves: Sequence[Tensor]) -> Tensor:
+def pool(features: Sequence[Occurrences | DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
     """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side.
 
-    Of leaves on a device they must be DeviceOccurrences, and on the device.
+    Of row_arrays on a device they must be DeviceOccurrences, and on the device.
     """
     on_device = [of for of in features if isinstance(of, DeviceOccurrences)]
     if on_device:
-        return pool_on_device(on_device, leaves)
-    if len({leaf.dtype for leaf in leaves}) != 1:
+        return pool_on_device(on_device, row_arrays)
+    if len({rows.dtype for rows in row_arrays}) != 1:
         raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
-    pooled: Tensor = _Pool.apply(features, *leaves)  # type: ignore[no-untyped-call]
+    pooled: Tensor = _Pool.apply(features, *row_arrays)  # type: ignore[no-untyped-call]
     return pooled
 
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Sequence[Occurrences], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, features: Sequence[Occurrences], *row_arrays: Tensor) -> Tensor:
         ctx.features = features  # keeps alive what the native ones point to
-        ctx.native = [occurrences.native(leaf) for occurrences, leaf in zip(features, leaves, strict=True)]
-        width = sum(leaf.shape[1] for leaf in leaves)
-        out = recycled.empty((features[0].num_samples, width), leaves[0].dtype)
-        for native, leaf, columns in zip(ctx.native, leaves, _columns(out, ctx.native), strict=True):
-            call("pool", byref(native), pointer(leaf), pointer(columns), width, torch.get_num_threads())
+        ctx.native = [occurrences.native(rows) for occurrences, rows in zip(features, row_arrays, strict=True)]
+        width = sum(rows.shape[1] for rows in row_arrays)
+        out = recycled.empty((features[0].num_samples, width), row_arrays[0].dtype)
+        for native, rows, columns in zip(ctx.native, row_arrays, _columns(out, ctx.native), strict=True):
+            call("pool", byref(native), pointer(rows), pointer(columns), width, torch.get_num_threads())
         return out
 
     @staticmethod

@@ -1,35 +1,47 @@
-"""Route: each owner learns which of its keys the global batch needs, who needs them, when. Moves keys, never rows."""
+"""Route: each owner learns which of its keys the global batch needs, who needs them, and when. Moves keys, never rows.
+
+A rank first sends every rank a header and, for each table, the number of keys it asks for; then the keys themselves,
+each with a bit for every micro-batch. The owner dedups once more: slot i of a batch is its i-th owned key.
+"""
 
 import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.distributed import Channel
-from nestpipe.embedding.request import MOST_LOSSES, Request, TableRequest
-from nestpipe.embedding.table import Table
-from nestpipe.store import unique
+from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.store import plan_ops
+
+KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class OwnedTable:
-    """What an owner knows of one table in one batch."""
+class OwnerDedup:
+    """One table group of a global batch, on the rank that owns the keys."""
 
-    table: Table
+    group: TableGroup
     keys: Tensor
-    """[n] distinct owned keys of the global batch, in order of requester rank, then position: slot i is the i-th"""
-    slots: list[Tensor]
-    """for each requester, slot of each of its keys, in order of position"""
-    uses: list[Tensor]
-    """for each requester, [its keys, num_micro_batches] bool"""
+    """[slots] distinct owned keys, ascending by (table, requester, position): slot i has the i-th"""
+    table_offsets: Tensor
+    """[tables + 1] where the slots of each table begin"""
+    slots: Tensor
+    """[entries] slot of each key that each requester asks for, requester after requester"""
+    uses: Tensor
+    """[entries, bytes] the micro-batches of the requester that use it, a bit each"""
+    entry_counts: NDArray[np.int64]
+    """[ranks] entries of each requester"""
 
 
 @dataclass(frozen=True)
 class Route:
-    request: Request
-    owned: list[OwnedTable]
+    batch: BatchDedup
+    owned: list[OwnerDedup]
+    """by group"""
     weights: dict[str, float]
     """of the global batch, by the names of this rank's batch"""
     is_step: bool
@@ -40,124 +52,196 @@ class Route:
     """sent to other ranks"""
 
 
-@dataclass(frozen=True)
-class Header:
-    """What every rank tells every rank before the keys."""
-
-    has_batch: bool
-    has_error: bool
-    num_samples: int
-    names_hash: int
-    """of the names of the losses, which must be the same on every rank that has a batch"""
-    weights: list[float]
-    """by name, zeros behind them"""
+class _Header:
+    """What every rank tells every rank before the keys: has_batch, has_error, num_samples, a hash of the losses' names,
+    and their weights in order of name. Int64 numbers; weights as their bits."""
 
     SIZE = 4 + MOST_LOSSES
 
     @staticmethod
-    def of(request: Request) -> "Header":
-        names = sorted(request.weights)
-        weights = [request.weights[name] for name in names] + [0.0] * (MOST_LOSSES - len(names))
-        return Header(request.has_batch, False, sum(request.num_samples), zlib.crc32(repr(names).encode()), weights)
-
-    def encode(self) -> list[int]:
-        bits = np.array(self.weights, dtype=np.float64).view(np.int64).tolist()
-        return [int(self.has_batch), int(self.has_error), self.num_samples, self.names_hash, *bits]
-
-    @staticmethod
-    def decode(numbers: list[int]) -> "Header":
-        weights = np.array(numbers[4:], dtype=np.int64).view(np.float64).tolist()
-        return Header(bool(numbers[0]), bool(numbers[1]), numbers[2], numbers[3], weights)
-
-    @staticmethod
-    def of_error() -> "Header":
-        return Header(False, True, 0, 0, [0.0] * MOST_LOSSES)
+    def of(batch: BatchDedup | Exception) -> NDArray[np.int64]:
+        header = np.zeros(_Header.SIZE, dtype=np.int64)
+        if isinstance(batch, Exception):
+            header[1] = 1
+            return header
+        names = sorted(batch.weights)
+        header[0], header[2] = batch.has_batch, sum(batch.num_samples)
+        header[3] = zlib.crc32(repr(names).encode())
+        header[4 : 4 + len(names)] = np.array([batch.weights[name] for name in names]).view(np.int64)
+        return header
 
 
-def route_keys(request: Request | Exception, num_tables: int, channel: Channel) -> Route | None:
-    """Exchanges keys. None when no rank has a batch: the end of data.
+@dataclass(frozen=True)
+class _Agreed:
+    """The headers of all ranks."""
 
-    An exception instead of a request stops all ranks here: this one raises it, the others a RankError that quotes it.
+    numbers: NDArray[np.int64]
+    """[ranks, _Header.SIZE]"""
+
+    @property
+    def failed(self) -> list[int]:
+        """Ranks with an error."""
+        return np.flatnonzero(self.numbers[:, 1]).tolist()
+
+    @property
+    def has_batch(self) -> bool:
+        return bool(self.numbers[:, 0].any())
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.numbers[:, 2].sum())
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """[ranks, losses]"""
+        return np.ascontiguousarray(self.numbers[:, 4:]).view(np.float64)
+
+    @property
+    def total_weights(self) -> list[float]:
+        """Summed in order of rank, so that every rank has the same bits."""
+        totals: list[float] = np.cumsum(self.weights, axis=0)[-1].tolist()
+        return totals
+
+    @property
+    def name_the_same_losses(self) -> bool:
+        weighted = (self.weights > 0).any(axis=1)
+        return len(np.unique(self.numbers[weighted, 3])) <= 1
+
+
+def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel) -> Route | None:
+    """Exchanges keys. Returns None when no rank has a batch: the end of data.
+
+    An exception instead of a batch stops all ranks here: this one raises it, the others a RankError that quotes it.
     """
-    header = Header.of_error() if isinstance(request, Exception) else Header.of(request)
-    counts = [[0] * channel.size] * num_tables if isinstance(request, Exception) else [t.counts for t in request.tables]
-    sent = torch.cat([torch.tensor([header.encode()] * channel.size), torch.tensor(counts).T], dim=1)  # a row per owner
-    received = channel.all_to_all_equal(sent)
-    headers = [Header.decode(row) for row in received[:, : Header.SIZE].tolist()]
-    if any(header.has_error for header in headers):
-        failed = [rank for rank, header in enumerate(headers) if header.has_error]
-        channel.raise_agreed(request if isinstance(request, Exception) else None, failed)
-    assert not isinstance(request, Exception)
-    counts_here = received[:, Header.SIZE :].tolist()  # [requester, table]
-    if not any(header.has_batch for header in headers):
+    agreed, counts = _exchange_counts(batch, features, channel)
+    if agreed.failed:
+        channel.raise_agreed(batch if isinstance(batch, Exception) else None, agreed.failed)
+    assert not isinstance(batch, Exception)
+    if not agreed.has_batch:
         return None
-    weighted = [header for header in headers if any(weight > 0 for weight in header.weights)]
-    if len({header.names_hash for header in weighted}) > 1:
-        names = sorted(request.weights)
+    if not agreed.name_the_same_losses:
+        names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
-
-    requested, key_bytes = _exchange_keys(request, counts_here, channel)
-    owned = [_owned_table(table.table, [of[t] for of in requested]) for t, table in enumerate(request.tables)]
-    totals = [sum(weights) for weights in zip(*(header.weights for header in headers), strict=True)]
+    owned, key_bytes = _exchange_keys(batch, counts, channel)
+    totals = agreed.total_weights
     return Route(
-        request=request,
+        batch=batch,
         owned=owned,
-        weights=dict(zip(sorted(request.weights), totals, strict=False)),
+        weights=dict(zip(sorted(batch.weights), totals, strict=False)),
         is_step=any(total > 0 for total in totals),
-        num_samples=sum(header.num_samples for header in headers),
+        num_samples=agreed.num_samples,
         key_bytes=key_bytes,
     )
 
 
-Requested = tuple[Tensor, Tensor]
-"""The keys of one table that a requester wants from this owner, and their uses."""
+def route_alone(batch: BatchDedup | Exception) -> Route | None:
+    """Routes a batch in a world of one: every key is this rank's own, and a position is a slot."""
+    if isinstance(batch, Exception):
+        raise batch
+    if not batch.has_batch:
+        return None
+    return Route(
+        batch=batch,
+        owned=[_own(group) for group in batch.groups],
+        weights=batch.weights,
+        is_step=any(weight > 0 for weight in batch.weights.values()),
+        num_samples=sum(batch.num_samples),
+        key_bytes=0,
+    )
 
 
-def _exchange_keys(request: Request, counts: list[list[int]], channel: Channel) -> tuple[list[list[Requested]], int]:
-    """For each requester and table; and the bytes sent. What this rank wants from itself is not made into a message."""
-    num_micro_batches = len(request.num_samples)
-    key_bytes = 8 + (num_micro_batches + 7) // 8
-    parts = [torch.empty(0, dtype=torch.uint8)] * channel.size
-    receive_bytes = [0] * channel.size
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
-    for rank in others:
-        parts[rank] = torch.cat([_encode_keys(table, rank) for table in request.tables])
-        receive_bytes[rank] = sum(counts[rank]) * key_bytes
-    requested = [[table.of_owner(channel.rank) for table in request.tables]] * channel.size
-    send_bytes = [part.numel() for part in parts]
-    received = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-    channel.all_to_all(torch.cat(parts), send_bytes, received, receive_bytes)
-    messages = received.split(receive_bytes)
-    for rank in others:
-        requested[rank] = _decode_keys(messages[rank], counts[rank], num_micro_batches)
-    return requested, sum(send_bytes)
+def _own(dedup: RequesterDedup) -> OwnerDedup:
+    offsets = _offsets(dedup.counts[0].long())
+    none = torch.empty(0, dtype=torch.int64)
+    return OwnerDedup(dedup.group, dedup.keys, offsets, none, dedup.uses[:0], np.zeros(1, dtype=np.int64))
 
 
-def _encode_keys(table: TableRequest, owner: int) -> Tensor:
-    """The keys of one owner, then for each the micro-batches that use it, a bit each."""
-    keys, uses = table.of_owner(owner)
-    masks = np.packbits(uses.numpy(), axis=1)
-    return torch.cat([keys.view(torch.uint8), torch.from_numpy(masks).flatten()])
-
-
-def _decode_keys(message: Tensor, counts: list[int], num_micro_batches: int) -> list[Requested]:
-    """For each table, from one requester's message."""
-    mask_bytes = (num_micro_batches + 7) // 8
-    pieces = message.split([size for count in counts for size in (8 * count, mask_bytes * count)])
-    decoded = []
-    for count, keys, masks in zip(counts, pieces[::2], pieces[1::2], strict=True):
-        bits = np.unpackbits(masks.view(count, mask_bytes).numpy(), axis=1, count=num_micro_batches)
-        decoded.append((keys.clone().view(torch.int64), torch.from_numpy(bits).bool()))
-    return decoded
-
-
-def _owned_table(table: Table, requested: list[Requested]) -> OwnedTable:
-    """From what each requester sent."""
-    keys = [keys for keys, _ in requested]
-    counts = [len(k) for k in keys]
-    if max(counts) == sum(counts):  # of one requester only: they are distinct
-        distinct = keys[counts.index(max(counts))]
-        slots = torch.arange(len(distinct))
+def _exchange_counts(
+    batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel
+) -> tuple[_Agreed, list[Tensor]]:
+    """Returns the headers of all ranks, and by group the [ranks, tables] numbers of keys they ask this rank for."""
+    size, header = channel.size, torch.from_numpy(_Header.of(batch).view(np.int32))
+    sent = torch.empty(size, len(header) + features.num_tables, dtype=torch.int32)
+    sent[:, : len(header)] = header
+    if isinstance(batch, Exception):
+        sent[:, len(header) :] = 0
     else:
-        distinct, slots = unique(torch.cat(keys))
-    return OwnedTable(table, distinct, list(slots.split(counts)), [uses for _, uses in requested])
+        torch.cat([group.counts for group in batch.groups], dim=1, out=sent[:, len(header) :])
+    received = channel.all_to_all_equal(sent)
+    numbers = np.ascontiguousarray(received[:, : len(header)].numpy()).view(np.int64)
+    tables = [len(group.tables) for group in features.groups]
+    counts = [part.contiguous() for part in received[:, len(header) :].split(tables, dim=1)]
+    return _Agreed(numbers), counts
+
+
+def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) -> tuple[list[OwnerDedup], int]:
+    """Returns what this rank owns of each group, and the bytes sent. A rank's own keys are in no message."""
+    mask_bytes = (batch.num_micro_batches + 7) // 8
+    sent = _KeyLayout([_rank_sums(group.counts) for group in batch.groups], mask_bytes, channel.rank)
+    message = torch.empty(sent.num_bytes, dtype=torch.uint8)
+    for g, group in enumerate(batch.groups):
+        sent.write(message, g, group)
+    arriving = _KeyLayout([_rank_sums(group) for group in counts], mask_bytes, channel.rank)
+    received = torch.empty(arriving.num_bytes, dtype=torch.uint8)
+    channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
+    owned = []
+    for g, group in enumerate(batch.groups):
+        keys, uses = arriving.read(received, g, group, sent.own(g))
+        distinct, slots, table_counts = plan_ops.owner_dedup(keys, counts[g])
+        owned.append(OwnerDedup(group.group, distinct, _offsets(table_counts), slots, uses, arriving.counts[g]))
+    return owned, sent.num_bytes
+
+
+def _rank_sums(counts: Tensor) -> NDArray[np.int64]:
+    sums: NDArray[np.int64] = counts.numpy().sum(axis=1, dtype=np.int64)
+    return sums
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    offsets = counts.new_zeros(len(counts) + 1)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    return offsets
+
+
+class _KeyLayout:
+    """A message of keys: rank after rank, and for each rank, group after group, keys and then their uses."""
+
+    def __init__(self, counts: list[NDArray[np.int64]], mask_bytes: int, own_rank: int) -> None:
+        """counts: by group, [ranks] keys, those of this rank included"""
+        self.counts = counts
+        self._mask_bytes = mask_bytes
+        self._own_rank = own_rank
+        self._sent = [np.where(np.arange(len(group)) == own_rank, 0, group) for group in counts]
+        sizes = [group * (KEY_BYTES + mask_bytes) for group in self._sent]
+        self.sizes = np.sum(sizes, axis=0)
+        """[ranks] bytes"""
+        self.num_bytes = int(self.sizes.sum())
+        self._starts = np.cumsum(self.sizes) - self.sizes + np.cumsum(sizes, axis=0) - sizes
+        """[groups, ranks] where each part begins"""
+
+    def own(self, group: int) -> slice:
+        """The positions that this rank has of a group."""
+        first = int(self.counts[group][: self._own_rank].sum())
+        return slice(first, first + int(self.counts[group][self._own_rank]))
+
+    def write(self, message: Tensor, group: int, dedup: RequesterDedup) -> None:
+        for array, width, starts in self._arrays(group, dedup.keys, dedup.uses):
+            plan_ops.copy_runs(array, self._firsts(group) * width, message, starts, self._sent[group] * width)
+
+    def read(self, message: Tensor, group: int, dedup: RequesterDedup, own: slice) -> tuple[Tensor, Tensor]:
+        """Returns the keys and uses of all requesters; this rank's come from its own dedup."""
+        num_keys, here = int(self.counts[group].sum()), self.own(group)
+        keys = torch.empty(num_keys, dtype=torch.int64)
+        uses = torch.empty(num_keys, self._mask_bytes, dtype=torch.uint8)
+        for array, width, starts in self._arrays(group, keys, uses):
+            plan_ops.copy_runs(message, starts, array, self._firsts(group) * width, self._sent[group] * width)
+        keys[here], uses[here] = dedup.keys[own], dedup.uses[own]
+        return keys, uses
+
+    def _arrays(self, group: int, keys: Tensor, uses: Tensor) -> list[tuple[Tensor, int, NDArray[np.int64]]]:
+        """Returns each array, its bytes a key, and where its parts begin in the message."""
+        starts = self._starts[group]
+        return [(keys, KEY_BYTES, starts), (uses, self._mask_bytes, starts + self._sent[group] * KEY_BYTES)]
+
+    def _firsts(self, group: int) -> NDArray[np.int64]:
+        return np.cumsum(self.counts[group]) - self.counts[group]

@@ -4,7 +4,7 @@ One of your own: state_width, initial_state if it is not zero, and update, in wh
 alone. The gradient is that of the whole global batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from ctypes import byref
 
 import torch
@@ -151,7 +151,7 @@ class Adam(RowOptimizer):
 def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:
     """By the native library. Rows and states have gaps between them, which several passes by torch suffer from."""
     for array in (rows, state):
-        if array.dtype != gradient.dtype or array.stride(1) != 1 or array.device.type != "cpu":
+        if array.dtype != gradient.dtype or array.stride(1) != 1 or not array.is_cpu:
             raise ValueError("rows, state and gradient must be of one dtype, in host memory, row after row")
     gradient = gradient.contiguous()
     update = NativeRowUpdate(
@@ -164,6 +164,22 @@ def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *cons
         DTYPES.index(rows.dtype),
     )
     call(name, byref(update), *constants, torch.get_num_threads())
+
+
+def group_key(optimizer: RowOptimizer) -> Hashable:
+    """Returns a key that is equal for optimizers which update rows alike.
+
+    Ours are compared by class and hyperparameters, a learning rate schedule by identity; a user's own by identity.
+    """
+    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad, Adam):
+        return id(optimizer)
+    return type(optimizer), *((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
+
+
+def _comparable(value: object) -> Hashable:
+    if callable(value) or not isinstance(value, Hashable | list):
+        return id(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_row_optimizer(optimizer: RowOptimizer, dim: int) -> None:

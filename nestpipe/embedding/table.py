@@ -18,6 +18,8 @@ class Table:
     dim: int
     init: Distribution = field(default_factory=lambda: Normal(0.02))
     optimizer: RowOptimizer = field(default_factory=lambda: SGD(0.01))
+    """Tables with equal ones are updated together. It is read when training starts: for a learning rate that changes,
+    give it a function of the step."""
     num_keys: int | None = None
     """Keys are 0 .. num_keys - 1, and others are refused; None: any int64 is a key."""
     frozen: bool = False

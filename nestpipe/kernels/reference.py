@@ -21,7 +21,12 @@ def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_pla
 
 
 def add_rows(
-    target: Tensor, places: Tensor | None, source: Tensor, is_first: Tensor | None, is_unsound: Tensor | None
+    target: Tensor,
+    places: Tensor | None,
+    source: Tensor,
+    is_first: Tensor | None,
+    limit: float,
+    exceeds: Tensor | None,
 ) -> None:
     source = source.to(target.device)
     before = target[: len(source)] if places is None else target.index_select(0, places)
@@ -30,8 +35,8 @@ def add_rows(
         target[: len(source)].copy_(total)
     else:
         target.index_copy_(0, places, total)
-    if is_unsound is not None:
-        is_unsound |= ~total.isfinite().all()
+    if exceeds is not None:
+        exceeds |= ~(total.abs() <= limit).all()
 
 
 def sum_runs(

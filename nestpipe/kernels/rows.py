@@ -1,5 +1,7 @@
 """Rows copied from places to places, and added to rows."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_pla
     """
     num_rows = len(next((p for p in (to_places, from_places) if p is not None), source))
     check_rows({"source": source, "target": target})
-    check_written("target", target)
+    if to_places is None:  # places of a message are in units finer than a row, and its rows do not overlap
+        check_written("target", target)
     check_shape("target", target, len(target), source.shape[1])
     check_numbers("from_places", from_places, num_rows)
     check_numbers("to_places", to_places, num_rows)
@@ -40,12 +43,13 @@ def add_rows(
     places: Tensor | None,
     source: Tensor,
     is_first: Tensor | None = None,
-    is_unsound: Tensor | None = None,
+    limit: float = math.inf,
+    exceeds: Tensor | None = None,
 ) -> None:
     """target[places[i]] += source[i]. The places are distinct; None: row i.
 
     is_first: [n] bool, which of the rows are the first for their places, so that what is there does not count; None: no
-    one is. is_unsound: one int32, which becomes 1 if anything in these rows is not finite afterwards.
+    one is. exceeds: one int32, which becomes 1 if a sum is not a number or larger in magnitude than `limit`.
     """
     check_rows({"target": target, "source": source})
     check_written("target", target)
@@ -58,9 +62,9 @@ def add_rows(
     if len(source) == 0:
         return
     if not runs_triton(target):
-        reference.add_rows(target, places, source, is_first, is_unsound)
+        reference.add_rows(target, places, source, is_first, limit, exceeds)
         return
     check_reachable({"target": target, "places": places, "source": source})
     from nestpipe.kernels import triton_rows
 
-    triton_rows.add_rows(target, places, source, is_first, is_unsound)
+    triton_rows.add_rows(target, places, source, is_first, limit, exceeds)

@@ -46,10 +46,11 @@ def add_kernel(
     places,
     source,
     is_first,
-    is_unsound,
+    exceeds,
     num_rows,
     target_stride,
     source_stride,
+    limit: tl.float64,
     VECTOR: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -64,9 +65,10 @@ def add_kernel(
         is_later = (tl.load(is_first + rows, mask=rows < num_rows, other=1) == 0)[:, None]
         total = tl.where(is_later, tl.load(at, mask=inside & is_later, other=0.0) + total, total)
     tl.store(at, total, mask=inside)
-    if is_unsound is not None:  # all programs that write it write the same
-        unsound = (inside & (total - total != 0)).to(tl.int32)
-        tl.store(is_unsound, 1, mask=tl.reduce(tl.reduce(unsound, 1, larger), 0, larger) > 0)
+    if exceeds is not None:  # all programs that write it write the same
+        magnitude = tl.abs(total)
+        too_large = (inside & ~(magnitude <= tl.full((), limit, magnitude.dtype))).to(tl.int32)  # NaN compares false
+        tl.store(exceeds, 1, mask=tl.reduce(tl.reduce(too_large, 1, larger), 0, larger) > 0)
 
 
 def copy_rows(
@@ -91,11 +93,16 @@ def copy_rows(
 
 
 def add_rows(
-    target: Tensor, places: Tensor | None, source: Tensor, is_first: Tensor | None, is_unsound: Tensor | None
+    target: Tensor,
+    places: Tensor | None,
+    source: Tensor,
+    is_first: Tensor | None,
+    limit: float,
+    exceeds: Tensor | None,
 ) -> None:
     num_rows, width = source.shape
     tiles, wide = Tiles(num_rows, width, _SIZE), vector(width, source, target)
     strides = target.stride(0) // wide, source.stride(0) // wide
     constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
-    arrays = target, places, source, None if is_first is None else is_first.view(torch.uint8), is_unsound
-    launch(add_kernel, len(tiles), *arrays, num_rows, *strides, **constants)
+    arrays = target, places, source, None if is_first is None else is_first.view(torch.uint8), exceeds
+    launch(add_kernel, len(tiles), *arrays, num_rows, *strides, limit, **constants)

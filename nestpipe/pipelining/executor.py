@@ -1,26 +1,24 @@
 """Plays a schedule: the operations of the compute lane in the caller's thread, the others on lanes of their own."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from itertools import groupby
 
+import torch
+
 from nestpipe.device.streams import Mark, Streams, mark, wait_for
 from nestpipe.distributed import Lane
 from nestpipe.distributed.watch import Watch
-from nestpipe.pipelining.schedule import COMPUTE, Name, Op
+from nestpipe.pipelining.light import LightStages
+from nestpipe.pipelining.schedule import Name, Op
+from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.pipelining.trace import Trace
 
 Action = Callable[[Op], None]
 
 POLL_SECONDS = 0.1
 """how soon a lane that waits for another notices that it need not"""
-
-REMOTE = ("route", "bring", "take")
-"""stages of other lanes that need other ranks; at the others a rank works alone, as long as it takes"""
-
-
-ISSUING = ("rows", "gradients")
-"""lanes whose operations are collectives of device memory"""
 
 
 class AbandonedError(RuntimeError):
@@ -48,7 +46,11 @@ class Executor:
         watch: Watch,
         streams: Streams,
         issuer: Lane | None = None,
+        shared_lanes: Mapping[str, str] | None = None,
+        light: LightStages | None = None,
     ) -> None:
+        """shared_lanes: lanes that have next to nothing to do, and whose thread does it instead. light: finds stages
+        that the compute lane does itself, because they are so short; None: there are none."""
         self._operations = operations
         self._actions = actions
         self._trace = trace
@@ -56,6 +58,10 @@ class Executor:
         self._head = next(operations)
         self._lanes: dict[str, Lane] = {}
         self._issuer = issuer
+        self._shared_lanes = shared_lanes or {}
+        self._light = light
+        self._last_on_lane: dict[str, Future[Mark]] = {}
+        """by thread: the last operation that it was handed"""
         self._device = streams.device
         self._streams = streams
         self._pending: dict[Name, Future[Mark]] = {}
@@ -120,8 +126,9 @@ class Executor:
         self._lanes.clear()
 
     def _is_remote(self, stage: str) -> bool:
-        """With an issuer a lane may wait for its device, which waits for other ranks, whatever the stage."""
-        return stage in REMOTE or self._issuer is not None
+        """Whether a stage may wait for other ranks. With an issuer a lane may wait for its device, which waits for
+        them, whatever the stage."""
+        return self._watch.size > 1 and (STAGES[stage].needs_ranks or self._issuer is not None)
 
     def _play(self, op: Op) -> None:
         if op.lane == COMPUTE:
@@ -129,15 +136,57 @@ class Executor:
             with self._trace.span(op.stage, op.micro_batch):
                 self._actions[op.stage](op)
             return
+        if self._is_light(op):
+            self._do_here(op)
+            return
         with self._trace.host_span("other"):
             # What is not pending was done on the compute lane, by this thread, before it came here.
             before = [self._pending[name] for name in op.waits_for if name in self._pending]
             here = mark(self._device) if len(before) < len(op.waits_for) else None
-            self._pending[op.name] = self._lane(op.lane).submit(lambda: self._run(op, before, here))
+            pending = self._lane(op).submit(lambda: self._run(op, before, here))
+            self._pending[op.name] = self._last_on_lane[self._thread_of(op)] = pending
 
-    def _lane(self, name: str) -> Lane:
-        if self._issuer is not None and name in ISSUING:
+    def _is_light(self, op: Op) -> bool:
+        """Whether the compute lane may do an operation of another lane: it is short, its turn on that lane has come,
+        and it waits for nothing."""
+        if self._light is None or not self._light.is_light(op.stage) or self._is_remote(op.stage):
+            return False
+        last = self._last_on_lane.get(self._thread_of(op))
+        awaited = [self._pending[name] for name in op.waits_for if name in self._pending]
+        return all(pending.done() for pending in awaited) and (last is None or last.done())
+
+    def _do_here(self, op: Op) -> None:
+        pending: Future[Mark] = Future()
+        self._pending[op.name] = pending
+        with self._trace.span(op.stage, op.micro_batch), torch.no_grad():
+            try:
+                self._check_lane(op)
+                self._act(op, is_here=True)
+                pending.set_result(None)
+            except Exception as error:  # raised where a lane's would be: by what waits for it
+                self._failed.setdefault(op.lane, error)
+                pending.set_exception(error)
+
+    def _check_lane(self, op: Op) -> None:
+        """Raises what an earlier operation of the lane raised: this one counts on it."""
+        if op.lane in self._failed:
+            raise self._failed[op.lane]
+
+    def _act(self, op: Op, is_here: bool) -> None:
+        work, began = time.thread_time(), time.perf_counter()
+        with self._watch.doing(op.stage, STAGES[op.stage].needs_ranks):
+            self._actions[op.stage](op)
+        if self._light is not None:
+            seconds = time.thread_time() - work, time.perf_counter() - began
+            self._light.record(op.stage, *seconds, is_here=is_here)
+
+    def _thread_of(self, op: Op) -> str:
+        return self._shared_lanes.get(op.lane, op.lane)
+
+    def _lane(self, op: Op) -> Lane:
+        if self._issuer is not None and STAGES[op.stage].exchanges_rows:
             return self._issuer
+        name = self._thread_of(op)
         if name not in self._lanes:
             self._lanes[name] = Lane(name)
         return self._lanes[name]
@@ -145,18 +194,17 @@ class Executor:
     def _run(self, op: Op, before: list[Future[Mark]], compute: Mark) -> Mark:
         """In the lane's thread."""
         try:
-            if op.lane in self._failed:
-                raise self._failed[op.lane]
+            self._check_lane(op)
             for pending in before:
-                while not (self._is_abandoned or wait([pending], POLL_SECONDS).done):
+                while not (pending.done() or self._is_abandoned or wait([pending], POLL_SECONDS).done):
                     pass
             if self._is_abandoned:
                 raise AbandonedError(f"{op.stage} of batch {op.batch} was given up")
             with self._streams.of(op.lane):
                 for moment in (compute, *(pending.result() for pending in before)):
                     wait_for(moment)
-                with self._trace.lane_span(op), self._watch.doing(op.stage, op.stage in REMOTE):
-                    self._actions[op.stage](op)
+                with self._trace.lane_span(op):
+                    self._act(op, is_here=False)
                 return mark(self._device)
         except BaseException as error:
             self._failed.setdefault(op.lane, error)

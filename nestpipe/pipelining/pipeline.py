@@ -2,21 +2,24 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-
-import torch
+from typing import Any
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import finish_all, is_accelerator
-from nestpipe.distributed import Lane, World
-from nestpipe.embedding.device_memory import DeviceMemory
-from nestpipe.embedding.plan import WINDOWS
+from nestpipe.distributed import World
+from nestpipe.embedding.budget import DeviceBudget
+from nestpipe.embedding.exchange import make_exchange
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.pipelining import light
+from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
-from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, SCHEDULES, WINDOWED, WITHOUT_EXCHANGE, operations
-from nestpipe.pipelining.stages import FAULTS, Flight, Stages
+from nestpipe.pipelining.options import PipelineOptions
+from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, WINDOWED, WITHOUT_EXCHANGE, operations
+from nestpipe.pipelining.stages import Stages
+from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore
@@ -35,87 +38,87 @@ class Pipeline:
         *,
         store: HostStore | None = None,
         world: World | None = None,
-        schedule: str = "nested",
-        num_micro_batches: int = 1,
-        clustering: Clustering = BY_KEYS,
-        window: str = "once",
         steps: int | None = None,
         first_step: int = 0,
-        seed: int = 0,
-        num_threads: int = 1,
-        device_budget_bytes: int | None = None,
         trace: Trace | None = None,
-        stale: bool = False,
-        fault: str = "none",
+        short_stages: light.LightStages | None = None,
+        **options: Any,
     ) -> None:
-        """device_budget_bytes: what the embedding part may take of the device, on each rank; a batch that needs more is
-        refused, see docs/memory.md. `stale` and `fault` are for experiments and tests: they make the result wrong."""
-        _check_choice("schedule", schedule, SCHEDULES)
-        _check_choice("window", window, WINDOWS)
-        _check_choice("fault", fault, FAULTS)
-        if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches is {num_micro_batches}, must be at least 1")
-        if (stale or fault != "none") and schedule not in OVERLAPPING:
-            raise ValueError(f"stale rows and faults need one of the schedules {', '.join(OVERLAPPING)}")
-        self.features = dict(features)
+        """short_stages: what is known of them from an earlier pipeline. options: the fields of PipelineOptions."""
+        self.options = PipelineOptions(**options)
+        self.groups = group_features(features)
+        seed, num_threads = self.options.seed, self.options.num_threads
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
         """holds the rows; give it to the next pipeline to go on with them"""
         self.world = World.given_or_found(world)
-        if self.world.size == 1:
-            schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
-        self.seed = seed
         self.trace = trace or Trace(device=self.world.device)
         self.num_skipped = 0
-        """batches of weight 0, which are no step"""
+        """batches of weight 0, which do not count as steps"""
         self.num_applied = 0
         """steps"""
-        self.is_masked = torch.zeros((), dtype=torch.bool, device=self.world.device)
-        """of a device: whether a step had a loss or gradient that is not finite; then it and later ones do not count"""
         self.losses: list[float] = []
-        """of a device: of the steps that the host has heard of, in order"""
-        self.is_torn = False
-        """whether an update of rows failed halfway: this rank's rows are of no step, go on from a checkpoint"""
+        """losses of the steps so far; on a device, those read back so far"""
+        self.partially_updated = False
+        """whether an update of rows failed halfway: this rank's rows belong to no step, go on from a checkpoint"""
         self.untrained: list[Batch | Exception] = []
         """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
         too"""
-        self.memory = self._device_memory(device_budget_bytes, schedule)
-        """what the embedding part needs of the device, if it has a budget"""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
-        self.stages = Stages(
-            self.features,
-            self._reader,
-            self.store,
-            self.world,
-            num_micro_batches=num_micro_batches,
-            clustering=clustering,
-            window=window,
-            num_threads=num_threads,
-            steps=steps,
-            keeps_overlap=schedule in OVERLAPPING,
-            stale=stale,
-            fault=fault,
-            memory=self.memory,
-        )
-        actions: dict[str, Action] = {
-            "prefetch": self.stages.prefetch,
-            "upload": self.stages.upload,
-            "route": self.stages.route,
-            "retrieve": self.stages.retrieve,
-            "begin": self.stages.begin,
-            "bring": self.stages.bring,
-            "take": self.stages.take,
-            "overlap_sync": self.stages.overlap_sync,
-            "write_back": self.stages.write_back,
-            **dict.fromkeys(("dense", "reduce", "update"), lambda op: None),  # of a batch that is no step
-        }
-        listed, world = operations(schedule, num_micro_batches, steps), self.world
-        self.last_stage = LAST_STAGE[schedule]
-        self.executor = Executor(listed, actions, self.trace, world.watch, world.streams, world.issuer)
+        self._make_stages(steps, short_stages or light.LightStages(light.LIGHT_SECONDS))
         self._first_step = self._number = first_step
         self.failed_step: int | None = None
-        """of a device: the first one that is masked, once the host has heard of it"""
+        """on a device: the first step that is masked, once the host knows"""
         self._step: Step | None = None
         self._is_stopped = False
+
+    def _make_stages(self, steps: int | None, short_stages: light.LightStages) -> None:
+        world, options = self.world, self.options
+        memory = memory_on(world.device, is_staged=world.rows.is_staged)
+        exchange = make_exchange(world.route, world.rows, world.gradients, memory)
+        schedule = options.schedule
+        if exchange.size == 1:
+            schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
+        self.budget = self._make_budget(schedule, memory)
+        """what the embedding part needs of the device, if it has a budget"""
+        made = StaleStages if options.stale else Stages
+        self.stages = made(self.groups, self._reader, self.store, world, exchange, memory, options, steps, self.budget)
+        self.last_stage = LAST_STAGE[schedule]
+        listed = operations(schedule, options.num_micro_batches, steps)
+        # In host memory nothing is uploaded, in a world of one nothing is routed: a thread each would cost more.
+        shared = {} if memory.has_mirrors else {"upload": "input"}
+        shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
+        # A device must not wait for a thread that does something else than launching its work.
+        parts = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else short_stages
+        self.executor = Executor(listed, self._actions(), self.trace, *parts)
+
+    def _actions(self) -> dict[str, Action]:
+        """What the executor does at each operation. The step itself does dense, reduce, commit and update: the
+        executor meets them only in batches that are not trained."""
+        stages = self.stages
+        return {
+            "prefetch": stages.prefetch,
+            "upload": stages.upload,
+            "route": stages.route,
+            "retrieve": stages.retrieve,
+            "begin": stages.begin,
+            "send_rows": stages.send_rows,
+            "return_gradients": stages.return_gradients,
+            "sum_gradients": stages.sum_gradients,
+            "overlap_sync": stages.overlap_sync,
+            "write_back": stages.write_back,
+            **dict.fromkeys(("dense", "reduce", "commit", "update"), lambda op: None),
+        }
+
+    def _make_budget(self, schedule: str, memory: Memory) -> DeviceBudget | None:
+        if self.options.device_budget_bytes is None:
+            return None
+        return DeviceBudget(
+            self.options.device_budget_bytes,
+            memory,
+            is_windowed=schedule in WINDOWED,
+            is_overlapping=schedule in OVERLAPPING,
+            is_staged=self.world.rows.is_staged,
+        )
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -126,7 +129,7 @@ class Pipeline:
         if error is not None:
             self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
             if self._step is not None and isinstance(error, Exception):  # not if somebody pressed Ctrl-C
-                self._step.refuse_batch()
+                self.stages.refuse(self._step.state)
         self.trace.enter("")
         self._end(gives_up=error is not None and self.world.size == 1)
         if self.failed_step is not None and not isinstance(error, NonFiniteError):
@@ -134,10 +137,10 @@ class Pipeline:
             if error is None:
                 raise self.world.watch.agreed(late)
             error.add_note(str(late))
-        if self._step is not None and self._step.is_reduced and not self._step.is_applied:
-            rows = "were left halfway" if self.is_torn else "have not"
+        if self._step is not None and self._step.is_committed and not self._step.is_applied:
+            rows = "were left halfway" if self.partially_updated else "have not"
             text = (
-                f"step {self._step.number} was left between the dense reduction and update_rows(): the dense "
+                f"step {self._step.number} was left between commit() and update_rows(): the dense "
                 f"parameters may have changed, the rows {rows}; go on from a checkpoint"
             )
             if error is None:
@@ -145,26 +148,26 @@ class Pipeline:
             error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
+        self.world.watch.check()
         self.stages.open()
         while True:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_batch(self._number)
-            flight = self._next_flight()
-            self._hear(self._number - LATE_STEPS)
+            state = self._next_state()
+            self.poll_outcomes(self._number - LATE_STEPS)
             self._raise_late()
-            if flight.error is not None:
-                flight.is_raised = True
-                raise self.world.watch.explained(flight.error, "route")
-            if flight.is_end:
+            if state.error is not None:
+                raise self.world.watch.explained(self.stages.take_error(state), "route")
+            if state.is_end:
                 self._end()
                 self._raise_late()
                 return
-            if not flight.is_step:
+            if not state.is_step:
                 self.num_skipped += 1
-                flight.is_skipped = True
+                self.stages.skip(state)
                 self.executor.play_through(self.last_stage)
                 continue
-            self._step = Step(self._number, flight, self)
+            self._step = Step(self._number, state, self)
             yield self._step
             self.end_step()
             if self._is_stopped:
@@ -180,49 +183,52 @@ class Pipeline:
         if not step.is_applied:
             raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
         with self.trace.span("other"):
-            self._step = step._flight.window = None  # frees what the window held
+            self.stages.release(step.state)
+            self._step = None
         self.trace.end_step(step.num_samples)
         self._number += 1
 
     def stop(self) -> None:
-        """On all ranks, at the same step, once it is applied: the loop ends after it, as if no more had been asked for.
-        Batches that were pulled already are `untrained`."""
+        """Ends the loop after this step, as if no more had been asked for.
+
+        Call it on all ranks at the same step, once it is applied. Batches that were pulled already are `untrained`.
+        """
         self._is_stopped = True
 
     def flush(self) -> None:
         """At a step boundary, on all ranks: lets the lanes finish, and writes every row to the store. Then goes on."""
         self.executor.drain()
         self.stages.flush()
-        self._hear()
+        self.poll_outcomes()
         self._raise_late()  # nobody is to save, or to evaluate, what a step that is not finite has left
 
-    def _hear(self, last: int | None = None) -> None:
-        """What the device has found out about the steps that were written back, up to this one."""
-        heard = self.stages.heard
-        for number in sorted(heard):  # a copy: a lane may add to it meanwhile
+    def poll_outcomes(self, last: int | None = None) -> None:
+        """Takes in what a device has found out about the steps that were written back, up to this one."""
+        outcomes = self.stages.outcomes
+        for number in sorted(outcomes):  # a copy: a lane may add to it meanwhile
             if self.failed_step is not None or (last is not None and number > last):
                 return
-            loss, is_masked = heard.pop(number)
-            if is_masked:
+            outcome = outcomes.pop(number)
+            if outcome.is_masked:
                 self.failed_step, self.num_applied = number, number - self._first_step
             else:
-                self.losses.append(loss)
+                self.losses.append(outcome.loss)
 
     def _raise_late(self) -> None:
-        """On all ranks alike: what a device found out about a step."""
+        """Raises, on all ranks alike, what a device found out about a step."""
         if self.failed_step is not None:
             raise self.world.watch.agreed(found_late(self.failed_step))
 
-    def _next_flight(self) -> Flight:
+    def _next_state(self) -> BatchState:
         op = self.executor.play_until("begin")
         self.executor.play_through("begin")
-        return self.stages.flight(op.batch)
+        return self.stages.state(op.batch)
 
     def _end(self, gives_up: bool = False) -> None:
         """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
         the process. A rank alone that gives up does not wait for its reader, either."""
-        if self.memory is not None:
-            self.memory.end()
+        if self.budget is not None:
+            self.budget.end()
         watch = self.world.watch
         if watch.failure is not None:
             self.executor.release()
@@ -247,51 +253,31 @@ class Pipeline:
         self._settle()
 
     def _settle(self) -> None:
-        self.is_torn = self.stages.is_torn()
+        self.partially_updated = self.stages.is_partially_updated()
         try:
-            if not self.is_torn:
+            if not self.partially_updated:
                 self.stages.flush()
         finally:
             self.stages.close()
-        self._hear()
+        self.poll_outcomes()
         self.executor.close()
         self.untrained = self.stages.untrained()
-        self._finish_device()  # the next run may get the memory of this one
+        self.world.finish_device()  # the next run may get the memory of this one
         self.trace.settle()
-
-    def _finish_device(self) -> None:
-        device = self.world.device
-        if self.world.size == 1 or not is_accelerator(device):
-            finish_all(device)
-        else:  # the device may be in a collective that a lost rank never joins
-            lane = Lane("device")
-            self.world.watch.wait(lane.submit(lambda: finish_all(device)), "the end of the run")
-            lane.close()
-
-    def _device_memory(self, budget_bytes: int | None, schedule: str) -> DeviceMemory | None:
-        if budget_bytes is None:
-            return None
-        lanes = {"is_windowed": schedule in WINDOWED, "is_overlapping": schedule in OVERLAPPING}
-        lanes["is_staged"] = self.world.rows.is_staged
-        return DeviceMemory(budget_bytes, self.world.rank, self.world.device, **lanes)
 
     def _leave_step(self) -> None:
         """Ranks may have left a step at different micro-batches: each goes through with what others may wait for."""
         if self._step is not None and not self._step.is_applied:
+            self.stages.leave(self._step.state)
             self.executor.play_until("update")
             self.world.leave()
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, choices))}")
 
 
 pipeline = Pipeline
 
 
 def make_store(tables: Sequence[Table], seed: int, num_threads: int) -> HostStore:
-    """A store with these tables, empty."""
+    """Returns an empty store with these tables."""
     store = HostStore(num_threads)
     for table in tables:
         store.create_table(table.spec(seed))

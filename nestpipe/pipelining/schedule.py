@@ -2,7 +2,8 @@
 
 serial     one lane does everything, batch by batch:
 
-    compute   | prefetch upload route retrieve | bring dense take, bring dense take ... | reduce update | write_back |
+    compute   | prefetch upload route retrieve | begin | send_rows dense return_gradients, the same again ... |
+              | reduce commit sum_gradients update | write_back |
 
 inter      five stages of consecutive batches side by side; b is the batch in training:
 
@@ -10,13 +11,13 @@ inter      five stages of consecutive batches side by side; b is the batch in tr
     upload    |          upload b+2      |
     route     |              route b+2   |
     host      | write_back b-1, then retrieve b+1 (never the other way round: b+1 may need what b-1 wrote)
-    compute   | bring dense take ... of b, reduce, update, overlap_sync b -> b+1 | the same of b+1
+    compute   | send_rows dense return_gradients ... update of b, overlap_sync b -> b+1 | the same of b+1
 
 intra      rows are frozen inside a batch, so its exchanges run beside its dense part; digits are micro-batches:
 
-    rows      | bring 0 | bring 1 | bring 2 |
-    compute   |         | dense 0 | dense 1 | dense 2 |        | reduce update
-    gradients |                   | take 0  | take 1  | take 2 |
+    rows      | send_rows 0 | send_rows 1 | send_rows 2 |
+    compute   |             | dense 0     | dense 1     | dense 2     |          | reduce commit sum_gradients update
+    gradients |                           | return_gradients 0 | return_gradients 1 | return_gradients 2 |
 
 nested     inter, and inside each batch intra; the host lane begins when the first rows are there.
 
@@ -28,23 +29,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+from nestpipe.pipelining.stage import COMPUTE, STAGES
+
 SCHEDULES = ("serial", "inter", "intra", "nested")
 
 OVERLAPPING = ("inter", "nested")
-"""those in which consecutive batches overlap, and shared rows stay on the device"""
+"""schedules in which consecutive batches overlap, and shared rows stay on the device"""
 
 WINDOWED = ("intra", "nested")
-"""those in which the exchanges of a batch run beside its dense part"""
+"""schedules in which the exchanges of a batch run while its dense part does"""
 
 LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
-"""by schedule: with which the step of a batch ends; what is left of it is done beside the next one"""
+"""Last stage that a step waits for, by schedule. Later stages overlap the next step."""
 
 WITHOUT_EXCHANGE = {"intra": "serial", "nested": "inter"}
-"""What is played in a world of one, where nothing travels: copies of rows beside the dense part take more time from it
-than they take in turn."""
-
-COMPUTE = "compute"
-"""the lane of the caller's thread"""
+"""Schedule that is played in a world of one, where nothing travels: copying rows while the dense part runs takes more
+time from it than doing one after the other."""
 
 Name = tuple[str, int, int]
 """Stage, batch and micro-batch (-1: the whole batch)."""
@@ -66,8 +66,8 @@ class Op:
 def operations(schedule: str, num_micro_batches: int, steps: int | None = None) -> Iterator[Op]:
     """The operations of an endless run, in the order in which they are issued.
 
-    A run of so many `steps` must not pull a batch too many. It needs as many batches, and more only if some of them
-    were no steps; so from there on a batch is pulled when those before it have been routed.
+    A run of `steps` steps must not pull a batch too many. It needs as many batches, and more only if some of them do
+    not count as steps; so from there on a batch is pulled when those before it have been routed.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
@@ -81,23 +81,22 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
 
 
 Window = Callable[[int, int], Iterator[Op]]
-"""(batch, number of micro-batches) -> from the first bring to the last take, while rows are frozen, and `reduce`."""
+"""(batch, number of micro-batches) -> from the first send_rows to the last return_gradients, while rows are frozen."""
 
 
 def _one_by_one(window: Window, num_micro_batches: int) -> Iterator[Op]:
     for batch in count():
-        for stage in ("prefetch", "upload", "route", "retrieve"):
+        for stage in ("prefetch", "upload", "route", "retrieve", "begin"):
             yield Op(stage, COMPUTE, batch)
-        yield Op("begin", COMPUTE, batch)
         yield from window(batch, num_micro_batches)
-        yield Op("update", COMPUTE, batch)
+        yield from _apply(batch, num_micro_batches)
         yield Op("write_back", COMPUTE, batch)
 
 
 def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
-    yield from _bring_in(0)
+    yield from _admit(0)
     yield _retrieve(0)
-    yield from _bring_in(1)
+    yield from _admit(1)
     for batch in count():
         first, *rest = window(batch, num_micro_batches)
         begin = Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
@@ -107,27 +106,27 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
             yield from (*_on_host(batch), begin, first)
         else:
             yield from (begin, first, *_on_host(batch, after=(first.name,)))
-        yield from _bring_in(batch + 2, after=(first.name,))
+        yield from _admit(batch + 2, after=(first.name,))
         yield from rest
-        yield Op("update", COMPUTE, batch)
+        yield from _apply(batch, num_micro_batches)
         yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
 
 
 def _on_host(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
-    """Beside the training of a batch."""
+    """What the host lane does while a batch is in training."""
     if batch > 0:
-        yield Op("write_back", "host", batch - 1, waits_for=(("overlap_sync", batch - 1, -1), *after))
+        yield _overlapped("write_back", batch - 1, waits_for=(("overlap_sync", batch - 1, -1), *after))
     yield _retrieve(batch + 1)
 
 
-def _bring_in(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
-    yield Op("prefetch", "input", batch, waits_for=after)
-    yield Op("upload", "upload", batch, waits_for=(("prefetch", batch, -1),))
-    yield Op("route", "route", batch, waits_for=(("upload", batch, -1),))
+def _admit(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
+    yield _overlapped("prefetch", batch, waits_for=after)
+    yield _overlapped("upload", batch, waits_for=(("prefetch", batch, -1),))
+    yield _overlapped("route", batch, waits_for=(("upload", batch, -1),))
 
 
 def _retrieve(batch: int) -> Op:
-    return Op("retrieve", "host", batch, waits_for=(("route", batch, -1),))
+    return _overlapped("retrieve", batch, waits_for=(("route", batch, -1),))
 
 
 def _stages_before_training(batch: int) -> tuple[Name, ...]:
@@ -137,17 +136,28 @@ def _stages_before_training(batch: int) -> tuple[Name, ...]:
 
 def _in_turn(batch: int, num_micro_batches: int) -> Iterator[Op]:
     for micro_batch in range(num_micro_batches):
-        for stage in ("bring", "dense", "take"):
+        for stage in ("send_rows", "dense", "return_gradients"):
             yield Op(stage, COMPUTE, batch, micro_batch)
-    yield Op("reduce", COMPUTE, batch)
 
 
 def _beside_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
-    """All rows may come at once: a requester keeps room for them anyway. The first micro-batch's come first."""
+    """All rows may be sent at once: a requester keeps room for them anyway. The first micro-batch's come first."""
     micro_batches = range(num_micro_batches)
     for i in micro_batches:
-        yield Op("bring", "rows", batch, i, waits_for=(("begin", batch, -1),))
+        yield _overlapped("send_rows", batch, i, waits_for=(("begin", batch, -1),))
     for i in micro_batches:
-        yield Op("dense", COMPUTE, batch, i, waits_for=(("bring", batch, i),))
-        yield Op("take", "gradients", batch, i, waits_for=(("dense", batch, i),))
-    yield Op("reduce", COMPUTE, batch, waits_for=tuple(("take", batch, i) for i in micro_batches))
+        yield Op("dense", COMPUTE, batch, i, waits_for=(("send_rows", batch, i),))
+        yield _overlapped("return_gradients", batch, i, waits_for=(("dense", batch, i),))
+
+
+def _apply(batch: int, num_micro_batches: int) -> Iterator[Op]:
+    """From the last gradient returned to the rows' update. A requester's sums are complete before it commits."""
+    returned = tuple(("return_gradients", batch, i) for i in range(num_micro_batches))
+    yield Op("reduce", COMPUTE, batch, waits_for=returned)
+    for stage in ("commit", "sum_gradients", "update"):
+        yield Op(stage, COMPUTE, batch)
+
+
+def _overlapped(stage: str, batch: int, micro_batch: int = -1, waits_for: tuple[Name, ...] = ()) -> Op:
+    """An operation on its stage's own lane."""
+    return Op(stage, STAGES[stage].lane, batch, micro_batch, waits_for)

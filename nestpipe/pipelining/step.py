@@ -1,21 +1,19 @@
 """One step of training: its micro-batches, then the update of its rows."""
 
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import is_accelerator
-from nestpipe.device.tally import embedding_memory
-from nestpipe.embedding.buffer import update_rows
-from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.pipelining.finite import are_finite, finite, squared_norm
-from nestpipe.pipelining.stages import Flight
+from nestpipe.device.generators import seed_generators
+from nestpipe.embedding.exchange import BatchExchange
+from nestpipe.embedding.features import Embeddings
+from nestpipe.pipelining.batch_state import BatchState
+from nestpipe.pipelining.commit import Agreement, Ballot, begin_commit
+from nestpipe.pipelining.finite import squared_norm
 
 if TYPE_CHECKING:
     from nestpipe.pipelining.pipeline import Pipeline
@@ -27,8 +25,8 @@ class MicroBatch:
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
-    leaves: Mapping[str, Tensor]
-    """by table: the distinct rows, in which the gradient arrives"""
+    rows: list[Tensor]
+    """by table group: the distinct rows, in which the gradient arrives"""
     num_samples: int
     is_last: bool
     """the last of this rank's step"""
@@ -37,31 +35,27 @@ class MicroBatch:
 class Step:
     """One step: iterate over its micro-batches, then call update_rows. Empty micro-batches are passed over."""
 
-    def __init__(self, number: int, flight: Flight, pipeline: "Pipeline") -> None:
-        assert flight.route is not None
-        assert flight.window is not None
+    def __init__(self, number: int, state: BatchState, pipeline: "Pipeline") -> None:
+        assert state.routed is not None
         self.number = number
-        self.weights = flight.route.weights
-        self.num_samples = flight.route.num_samples
+        self.weights = state.routed.route.weights
+        self.num_samples = state.routed.route.num_samples
         self.trace = pipeline.trace
-        self.is_reduced = False
-        """whether the dense gradients were handed to the dense optimizer"""
+        self.is_committed = False
+        """whether all ranks have agreed that the step counts"""
         self.is_applied = False
-        self.problem = flight.problem
-        """why this step must not be applied; the dense reduction tells all ranks"""
-        self.buffers = flight.buffers
-        """the working set of this rank, as an owner"""
-        self._flight = flight
-        self._route = flight.route
+        self.state = state
+        """what is known of its batch; read only"""
+        self._batch = state.routed.route.batch
         self._pipeline = pipeline
-        self._window = flight.window
         self._num_done = 0
         self._is_begun = False
         self._handed_over: list[weakref.ref[Tensor]] = []
+        self._loss: Tensor | None = None
 
     @property
     def weight(self) -> float:
-        """Of the global batch, for a model with one loss."""
+        """Weight of the global batch, for a model with one loss."""
         if set(self.weights) - {""}:
             raise ValueError(f"this step has several weights, {sorted(self.weights)}; use step.weights[name]")
         return self.weights.get("", 0.0)
@@ -70,130 +64,134 @@ class Step:
         if self._is_begun:
             raise RuntimeError(f"step {self.number}: its micro-batches can be gone through once only")
         self._is_begun = True
-        request, executor = self._route.request, self._pipeline.executor
-        trained = [i for i, num_samples in enumerate(request.num_samples) if num_samples > 0]
-        for i, num_samples in enumerate(request.num_samples):
+        executor, num_samples = self._pipeline.executor, self._batch.num_samples
+        trained = [i for i, num in enumerate(num_samples) if num > 0]
+        for i, num in enumerate(num_samples):
             executor.wait(executor.play_until("dense"))
             with self.trace.span("dense", i):
-                leaves = self._window.leaves(i)
-                if num_samples > 0:
-                    world = self._pipeline.world
-                    seed_generators(world.device, self._pipeline.seed, self.number, world.rank, i)
-                    embeddings = Embeddings(self._pipeline.features, request.placed[i], leaves)
-                    yield MicroBatch(embeddings, request.inputs[i], leaves, num_samples, is_last=i == trained[-1])
-                self._hand_over(i, leaves)
-                del leaves
+                rows = self._pipeline.stages.rows(self.state, i)
+                if num > 0:
+                    yield self._micro_batch(i, rows, is_last=i == trained[-1])
+                self._pipeline.stages.take_gradients(self.state, i, rows)
+                self._handed_over += map(weakref.ref, rows)
+                del rows
             self._num_done += 1
             executor.step_over()
         executor.wait(executor.play_until("reduce"))
         executor.step_over()
 
-    def _hand_over(self, micro_batch: int, leaves: Mapping[str, Tensor]) -> None:
-        """The gradients, to the lane that returns them: from now on they are its own."""
-        self._flight.gradients[micro_batch] = {name: leaf.grad for name, leaf in leaves.items()}
-        embedding_memory.add(*self._flight.gradients[micro_batch].values())
-        for leaf in leaves.values():
-            leaf.grad = None
-            self._handed_over.append(weakref.ref(leaf))
+    def _micro_batch(self, number: int, rows: list[Tensor], is_last: bool) -> MicroBatch:
+        world, batch = self._pipeline.world, self._batch
+        seed_generators(world.device, self._pipeline.options.seed, self.number, world.rank, number)
+        embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows)
+        return MicroBatch(embeddings, batch.inputs[number], rows, batch.num_samples[number], is_last)
 
-    def judge(self, loss: Tensor, is_unsound: Tensor) -> None:
-        """On a device, where nobody waits for it: the loss of the step, and whether anything in it is not finite. From
-        the first such step on, no step changes a row; the pipeline raises NonFiniteError two steps later."""
-        self._pipeline.is_masked = self._pipeline.is_masked | is_unsound
-        self._flight.report = torch.stack([loss.double(), self._pipeline.is_masked.double()])
+    def commit(self, loss: Tensor | None = None) -> None:
+        """Has all ranks agree whether the step counts. Call it once, after the last backward and before the dense
+        optimizer's step; DenseReducer.finish does. Sums `loss` over ranks, in place.
+
+        Raises on every rank when on any of them the step must not be applied: NonFiniteError when the loss or a
+        gradient of the step's rows is not finite; a table's error when it has no room.
+        """
+        no = torch.zeros((), dtype=torch.bool, device=self._pipeline.world.device)
+        self.finish_commit(self.begin_commit(loss, no), no, loss)
+
+    def begin_commit(self, loss: Tensor | None, non_finite: Tensor, extra: Tensor | None = None) -> Agreement:
+        """For a reducer: begins the agreement. `non_finite`: whether it found something that is not finite; `extra`:
+        numbers to be summed over ranks on the way."""
+        if self.is_committed:
+            raise RuntimeError(f"step {self.number}: commit was called twice")
+        self.check_complete()
+        self._pipeline.executor.play_until("commit")
+        state, world = self.state, self._pipeline.world
+        assert state.resident is not None
+        part = loss.detach() if loss is not None else torch.zeros((), dtype=torch.float64, device=world.device)
+        bad = non_finite | (self._exchange.exceeds[0] != 0) | ~part.isfinite()
+        more = extra if extra is not None else torch.empty(0, dtype=torch.float64)
+        with self.trace.span("commit"):
+            return begin_commit(world, Ballot(self.number, bad, part, state.resident.problem, more))
+
+    def finish_commit(self, agreement: Agreement, any_non_finite: Tensor, loss: Tensor | None = None) -> Tensor:
+        """For a reducer: ends the agreement, or raises; returns the summed `extra`."""
+        with self.trace.span("commit"):
+            total, extra, non_finite = agreement.finish(any_non_finite)
+        if self._pipeline.world.runs_ahead:
+            self._pipeline.stages.record_outcome(self.state, total, non_finite)
+        if loss is not None:
+            self._loss = loss.detach().copy_(total)
+        self.is_committed = True
+        self._pipeline.executor.step_over()
+        return extra
 
     def update_rows(self, gradient_scale: float | Tensor = 1.0) -> None:
-        """Row optimizer and overlap sync; write-back follows. Call it once, after the dense optimizer's step."""
+        """Applies the row optimizer; write-back follows. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
+        if not self.is_committed:
+            self.commit()
         self.check_complete()
-        if self.problem is not None:
-            raise self.problem
-        self._pipeline.executor.play_until("update")
+        pipeline = self._pipeline
+        pipeline.executor.play_until("update")
         with self.trace.span("update"):
-            gradients = self._gradients
-            if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
-                gradients = [None if gradient is None else gradient * gradient_scale for gradient in gradients]
-            self._flight.is_torn = True
-            is_masked = self._pipeline.is_masked if is_accelerator(self._pipeline.world.device) else None
-            update_rows(self.buffers, gradients, self.number + 1, is_masked)
-            self._flight.step = self.number
-            self._flight.is_torn = False
+            is_masked = pipeline.stages.is_masked if pipeline.world.runs_ahead else None
+            pipeline.stages.update(self.state, self.number, gradient_scale, is_masked)
         self.is_applied = True
-        self._pipeline.num_applied += 1
+        pipeline.num_applied += 1
+        if self._loss is not None and not pipeline.world.runs_ahead:
+            pipeline.losses.append(float(self._loss))
         self.trace.enter("other")
-        self._pipeline.executor.step_over()
-        self._pipeline.executor.play_through(self._pipeline.last_stage)
+        pipeline.executor.step_over()
+        pipeline.executor.play_through(pipeline.last_stage)
         self._count_bytes()
-
-    def refuse_batch(self) -> None:
-        """It failed: to train it again would fail again."""
-        self._flight.is_refused = True
 
     def check_complete(self) -> None:
         """Refuses to apply a step of which some micro-batches were not trained."""
-        if self._num_done < len(self._route.request.num_samples):
+        num_micro_batches = self._batch.num_micro_batches
+        if self._num_done < num_micro_batches:
             raise RuntimeError(
-                f"step {self.number}: only {self._num_done} of {len(self._route.request.num_samples)} micro-batches "
-                "were gone through; loop over all of them before the step is applied"
+                f"step {self.number}: only {self._num_done} of {num_micro_batches} micro-batches were gone through; "
+                "loop over all of them before the step is applied"
             )
-        leaves = (reference() for reference in self._handed_over)
-        if any(leaf is not None and leaf.grad is not None for leaf in leaves):
+        handed_over = (reference() for reference in self._handed_over)
+        if any(rows is not None and rows.grad is not None for rows in handed_over):
             raise RuntimeError(
                 f"step {self.number}: a backward reached the rows of a micro-batch after the loop had gone on to the "
                 "next; call backward for each micro-batch within its turn of the loop"
             )
 
-    def gradients_are_finite(self) -> bool:
-        """Of the rows this rank owns, over the global batch. Call it after the last micro-batch."""
-        return all(are_finite(gradient) for gradient in self.gradients())
-
-    def finite_gradients(self) -> list[Tensor]:
-        """The same on a device, where nobody waits for it: a bool for each table."""
-        known = zip(self._gradients, self._window.are_finite(), strict=True)
-        return [is_finite if is_finite is not None else finite(g) for g, is_finite in known if g is not None]
-
     def gradients(self) -> list[Tensor]:
-        """Of the rows this rank owns and trains, by table, over the global batch. Call it after the last one."""
-        return [gradient for gradient in self._gradients if gradient is not None]
+        """Returns the gradients of the rows this rank owns and trains, by table group, over the global batch. Call it
+        between commit and update_rows."""
+        if not self.is_committed:
+            raise RuntimeError(f"step {self.number}: call commit before its gradients are asked for")
+        assert self.state.training is not None
+        if not self.state.training.sums:
+            self._pipeline.executor.play_through("sum_gradients")
+        return [gradient for gradient in self.state.training.sums if gradient is not None]
 
     def squared_gradient_norm(self) -> Tensor:
-        """Of the rows this rank owns, over the global batch."""
+        """Returns the squared norm of `gradients()`."""
         return squared_norm(self.gradients(), self._pipeline.world.device)
 
-    @cached_property
-    def _gradients(self) -> list[Tensor | None]:
-        with self.trace.span("update"):
-            return self._window.gradients()
+    @property
+    def _exchange(self) -> BatchExchange:
+        assert self.state.training is not None
+        assert self.state.training.exchange is not None
+        return self.state.training.exchange
 
     @property
     def row_bytes(self) -> int:
-        return self._window.row_bytes
+        return self._exchange.row_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        return self._window.gradient_bytes
+        return self._exchange.gradient_bytes
 
     def _count_bytes(self) -> None:
-        retrieved, written = self._pipeline.stages.host_bytes(self._flight)
+        assert self.state.routed is not None
+        retrieved, written = self._pipeline.stages.host_bytes(self.state)
         self.trace.add_bytes("exchanged_row_bytes_per_step", self.row_bytes)
         self.trace.add_bytes("exchanged_gradient_bytes_per_step", self.gradient_bytes)
-        self.trace.add_bytes("exchanged_key_bytes_per_step", self._route.key_bytes)
+        self.trace.add_bytes("exchanged_key_bytes_per_step", self.state.routed.route.key_bytes)
         self.trace.add_bytes("retrieved_bytes_per_step", retrieved)
         self.trace.add_bytes("written_back_bytes_per_step", written)
-
-
-def seed_generators(device: torch.device, *purpose: int) -> None:
-    """The default generators, which the model's dropout draws from, from (seed, step, rank, micro-batch).
-
-    As torch.manual_seed does, which however remembers every call, with its traceback, for each kind of device that is
-    not there.
-    """
-    seed = zlib.crc32(repr(purpose).encode())
-    torch.default_generator.manual_seed(seed)
-    if is_accelerator(device):
-        of_device = torch.get_device_module(device)
-        if hasattr(of_device, "default_generators"):
-            of_device.default_generators[device.index].manual_seed(seed)
-        else:
-            of_device.manual_seed(seed)

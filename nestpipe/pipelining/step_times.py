@@ -2,30 +2,7 @@
 
 from dataclasses import dataclass, field
 
-STAGES = {
-    "prefetch": "exposed_input_ms",
-    "upload": "exposed_lookup_ms",
-    "route": "exposed_lookup_ms",
-    "retrieve": "exposed_lookup_ms",
-    "overlap_sync": "exposed_lookup_ms",
-    "write_back": "exposed_lookup_ms",
-    "begin": "exposed_exchange_ms",
-    "bring": "exposed_exchange_ms",
-    "take": "exposed_exchange_ms",
-    "dense": "dense_ms",
-    "reduce": "exposed_reduce_ms",
-    "update": "row_update_ms",
-    "other": "other_ms",
-    "": "unattributed_ms",
-}
-"""Stage -> the field of the summary that its time on the compute lane counts in."""
-
-BUSY = {
-    "busy_input_ms": ("prefetch",),
-    "busy_host_ms": ("retrieve", "write_back"),
-    "busy_exchange_ms": ("bring", "take"),
-}
-"""The time in which at least one of these stages is worked at, on whichever lane."""
+from nestpipe.pipelining.stage import BUSY, STAGES
 
 BYTE_FIELDS = (
     "exchanged_row_bytes_per_step",

@@ -20,13 +20,10 @@ from threading import Lock
 
 import torch
 
-from nestpipe.device.streams import is_accelerator
-from nestpipe.pipelining.schedule import COMPUTE, Op
-from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes
-
-__all__ = ["BUSY", "BYTE_FIELDS", "STAGES", "Span", "StepTimes", "Trace"]
-
-_BUSY_FIELD = {stage: name for name, stages in BUSY.items() for stage in stages}
+from nestpipe.device.streams import with_streams
+from nestpipe.pipelining.schedule import Op
+from nestpipe.pipelining.stage import BUSY, COMPUTE, STAGES
+from nestpipe.pipelining.step_times import StepLog, StepTimes
 
 
 class _Busy:
@@ -129,7 +126,7 @@ class Trace:
         self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
-        self._device = device if device is not None and is_accelerator(device) else None
+        self._device = with_streams(device)
         self._moments: list[tuple[str, torch.Event]] = []
         """of the step under way, on a device: the end of each stage, after the end of what was before the step"""
         self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()
@@ -196,7 +193,7 @@ class Trace:
     @contextmanager
     def lane_span(self, op: Op) -> Iterator[None]:
         """On another lane, in its thread."""
-        busy = self._busy.get(_BUSY_FIELD.get(op.stage, ""))
+        busy = self._busy.get(STAGES[op.stage].busy_field or "")
         batch = self._first_batch + op.batch
         event = _record(self._device) if self._device is not None and self._is_traced(batch) else None
         begin = time.perf_counter_ns()

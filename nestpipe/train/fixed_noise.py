@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nestpipe.device.generators import forked_generators
-from nestpipe.pipelining.step import seed_generators
+from nestpipe.device.generators import forked_generators, seed_generators
 
 Values = Mapping[str, Any]
 """the arguments of an operation by name, defaults included"""

@@ -9,12 +9,14 @@ from torch import Tensor
 from nestpipe.data.batch import Batch
 from nestpipe.data.cluster import GIVEN_ORDER, Clustering
 from nestpipe.distributed import Channel
-from nestpipe.embedding.buffer import retrieve_rows
-from nestpipe.embedding.embeddings import Embeddings, on_device
-from nestpipe.embedding.request import make_request
-from nestpipe.embedding.route import Route, route_keys
-from nestpipe.embedding.table import Feature, tables_of
-from nestpipe.embedding.window import open_window
+from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.exchange import Exchange, make_exchange
+from nestpipe.embedding.features import Embeddings
+from nestpipe.embedding.group import FeatureGroups, group_features
+from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.resident import RecordMemory, retrieve_rows
+from nestpipe.embedding.route import Route
+from nestpipe.embedding.table import Feature
 from nestpipe.store import HostStore
 
 
@@ -32,26 +34,28 @@ class Reading:
     device. A missing key has its initial row."""
 
     def __init__(
-        self, features: Mapping[str, Feature], route: Route, store: HostStore, channel: Channel, device: torch.device
+        self, features: FeatureGroups, route: Route, store: HostStore, exchange: Exchange, device: torch.device
     ) -> None:
-        self.weights = route.request.weights
+        self.weights = route.batch.weights
         """of this rank's batch"""
         self._features = features
-        self._request = on_device(features, route.request, device)
+        self._batch = memory_on(device).upload_batch(features, route.batch)
         self._device = device
-        buffers = retrieve_rows(route, store)
-        self.num_untrained_keys = sum(len(buffer.found) - int(buffer.found.sum()) for buffer in buffers)
+        resident = retrieve_rows(route.owned, store, RecordMemory(HOST))
+        self.num_untrained_keys = sum(len(rows.found) - int(rows.found.sum()) for rows in resident)
         """distinct keys of the global batch that this rank owns and never trained"""
-        self._window = open_window(route, buffers, channel, channel)
+        self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 
     def __iter__(self) -> Iterator[Part]:
-        for i, num_samples in enumerate(self._request.num_samples):
-            self._window.bring(i)
+        for i, num_samples in enumerate(self._batch.num_samples):
+            self._exchange.send_rows(i)
+            rows = [group.detach().to(self._device) for group in self._exchange.rows(i)]
             if num_samples > 0:
-                leaves = {name: leaf.detach().to(self._device) for name, leaf in self._window.leaves(i).items()}
-                yield Part(
-                    Embeddings(self._features, self._request.placed[i], leaves), self._request.inputs[i], num_samples
-                )
+                embeddings = Embeddings(self._features, self._batch.groups, i, rows)
+                yield Part(embeddings, self._batch.inputs[i], num_samples)
+
+
+HOST = memory_on(torch.device("cpu"))
 
 
 def read_batch(
@@ -63,13 +67,17 @@ def read_batch(
     clustering: Clustering = GIVEN_ORDER,
     device: torch.device | None = None,
 ) -> Reading | None:
-    """All ranks call it; None when no rank has a batch. An exception instead of a batch is raised on every rank."""
+    """Reads a batch. All ranks call it; returns None when no rank has a batch.
+
+    An exception instead of a batch is raised on every rank.
+    """
+    groups, exchange = group_features(features), make_exchange(channel, channel, channel, HOST)
+    keys: BatchDedup | Exception
     try:
         if isinstance(batch, Exception):
             raise batch
-        request = make_request(features, batch, num_parts, channel.size, store.num_threads, clustering)
+        keys = dedup_batch(groups, batch, num_parts, channel.size, store.num_threads, clustering)
     except Exception as error:
-        route = route_keys(error, len(tables_of(features)), channel)
-    else:
-        route = route_keys(request, len(tables_of(features)), channel)
-    return None if route is None else Reading(features, route, store, channel, device or torch.device("cpu"))
+        keys = error
+    route = exchange.route(keys, groups)
+    return None if route is None else Reading(groups, route, store, exchange, device or HOST.device)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.device.streams import Mark, is_accelerator, use_here, wait_for
+from nestpipe.device.reductions import all_finite
+from nestpipe.device.streams import Mark, use_here, wait_for
 from nestpipe.distributed.world import World
-from nestpipe.pipelining.finite import NonFiniteError, all_finite, are_finite, finite
+from nestpipe.pipelining.finite import NonFiniteError
 from nestpipe.pipelining.step import Step
 
 
@@ -29,7 +30,6 @@ class DenseReducer:
         self.buckets: list[list[nn.Parameter]] = []
         self._bucket_bytes = bucket_bytes
         self._bucket_of: dict[Tensor, int] = {}
-        self._ranks = range(world.size)
         self._num_missing: list[int] = []
         """parameters of each bucket whose gradient the backward under way has not completed"""
         self._begun: list[Future[tuple[Tensor, Mark]]] = []
@@ -59,8 +59,8 @@ class DenseReducer:
     def finish(self, step: Step | None = None, loss: Tensor | None = None) -> None:
         """Call it after the last backward and before the optimizer's step. Also sums `loss` over ranks, in place.
 
-        Raises on every rank when on any of them the step must not be applied: NonFiniteError when the loss, a dense
-        gradient or a gradient of the step's rows is not finite; a table's error when it has no room.
+        Commits the step: raises on every rank when on any of them it must not be applied. On a device, what is not
+        finite is found later, see Step.commit. Without a step this rank's host waits for the sums, and checks them.
         """
         if step is not None:
             step.check_complete()
@@ -68,42 +68,32 @@ class DenseReducer:
         self._see_parameters()
         self._check_untouched()
         self._begin_rest()
-        if step is not None and is_accelerator(self.world.device):
-            self._finish_on_device(step, loss)
-            return
-        is_finite = loss is None or bool(loss.isfinite())
-        is_finite = is_finite and (step is None or step.gradients_are_finite())
-        is_finite = is_finite and all(are_finite(p.grad) for p in self.parameters if p.grad is not None)
-        with step.trace.span("reduce") if step is not None else nullcontext():
+        used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.float64)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        non_finite = ~all_finite(gradients, self.world.device)
+        if step is None:
             sums = self._sums()
-            is_finite = is_finite and all(are_finite(flat) for flat in sums)
-            any_used = self._agree(step, is_finite, loss)
-        self._assign(sums, any_used)
-        if step is not None:
-            step.is_reduced = True
+            used = self._agree(used, non_finite, loss)
+        else:
+            agreement = step.begin_commit(loss, non_finite, used)
+            with step.trace.span("reduce"):
+                sums = self._sums()
+            # Every rank has the same sums, so this needs no agreement.
+            used = step.finish_commit(agreement, ~all_finite(sums, self.world.device), loss)
+        self._assign(sums, (used > 0).tolist())
 
-    def _finish_on_device(self, step: Step, loss: Tensor | None) -> None:
-        """Whether all is finite is found out, and told to other ranks, on the device; the host goes on meanwhile."""
-        device = self.world.device
-        total = loss if loss is not None else torch.zeros((), dtype=torch.float64, device=device)
-        of_dense = all_finite([p.grad for p in self.parameters if p.grad is not None], device)
-        is_unsound = ~torch.stack([total.isfinite(), of_dense, *step.finite_gradients()]).all()
-        if self.world.size == 1:
-            self._agree(step, True, None)
-            step.judge(total, is_unsound)
-            step.is_reduced = True
-            return
-        with step.trace.span("reduce"):
-            told = self.world.dense.begin_sum([torch.stack([is_unsound.double(), total.double()])])
-            sums = self._sums()
-            any_used = self._agree(step, True, None)
-            (of_ranks,) = self._wait([told])
-        is_unsound = ~torch.stack([of_ranks[0] == 0, *(finite(flat) for flat in sums)]).all()
+    def _agree(self, used: Tensor, non_finite: Tensor, loss: Tensor | None) -> Tensor:
+        """For a loop without steps: returns how many ranks used each parameter; raises on all if one is not finite."""
+        part = torch.zeros((), dtype=torch.float64) if loss is None else loss.detach().double().cpu()
+        known = torch.stack([(non_finite.cpu() | ~part.isfinite()).double(), part])
+        sums = torch.cat([known, used])
+        self.world.dense.all_reduce_sum(sums)
+        if sums[0] > 0:
+            text = "a loss or a gradient is not finite on some rank; nothing was applied"
+            raise self.world.watch.agreed(NonFiniteError(text))
         if loss is not None:
-            loss.copy_(of_ranks[1])
-        step.judge(of_ranks[1], is_unsound)
-        self._assign(sums, any_used)
-        step.is_reduced = True
+            loss.detach().copy_(sums[1])
+        return sums[2:]
 
     def _assign(self, sums: list[Tensor], any_used: list[bool]) -> None:
         for bucket, flat in zip(self.buckets, sums, strict=True):
@@ -177,27 +167,6 @@ class DenseReducer:
         """Some ranks have begun: all do, and throw the sums away."""
         self._begin_rest()
         self._sums()
-
-    def _agree(self, step: Step | None, is_finite: bool, loss: Tensor | None) -> list[bool]:
-        """Whether any rank used each parameter; raises on every rank if the step must not be applied on one of them."""
-        used = [parameter.grad is not None for parameter in self.parameters]
-        has_problem = [step is not None and step.problem is not None and r == self.world.rank for r in self._ranks]
-        sums = torch.tensor([*used, not is_finite, *has_problem, 0.0 if loss is None else loss], dtype=torch.float64)
-        self.world.dense.all_reduce_sum(sums)
-        flags = (sums[:-1] > 0).tolist()
-        any_used, any_infinite, failed = flags[: len(used)], flags[len(used)], flags[len(used) + 1 :]
-        if step is not None and any(failed):
-            self.world.dense.raise_agreed(step.problem, [rank for rank in self._ranks if failed[rank]])
-        if any_infinite:
-            where = f"step {step.number}: " if step is not None else ""
-            error = NonFiniteError(
-                f"{where}a loss or a gradient is not finite on some rank; nothing of this step was applied. Lower the "
-                "learning rate, clip gradients, or look for bad inputs in this batch"
-            )
-            raise self.world.watch.agreed(error)
-        if loss is not None:
-            loss.copy_(sums[-1])
-        return any_used
 
 
 def _versions(bucket: list[nn.Parameter]) -> list[int]:

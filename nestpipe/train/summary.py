@@ -9,13 +9,14 @@ import torch
 
 from nestpipe.device.tally import whole_device_peak
 from nestpipe.distributed import World
-from nestpipe.embedding.device_memory import DeviceBytes
-from nestpipe.pipelining.step_times import BUSY, BYTE_FIELDS, STAGES, StepLog, StepTimes, StepTotals
+from nestpipe.embedding.budget import DeviceBytes
+from nestpipe.pipelining.stage import BUSY, STAGES
+from nestpipe.pipelining.step_times import BYTE_FIELDS, StepLog, StepTimes, StepTotals
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import FitResult, Trainer
 
-TIME_FIELDS = tuple(dict.fromkeys(STAGES.values()))
+TIME_FIELDS = tuple(dict.fromkeys(stage.time_field for stage in STAGES.values()))
 STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)
 """milliseconds of a step, of its parts, and of lanes at work"""
 
@@ -87,7 +88,7 @@ def step_value(step: StepTimes, name: str) -> float:
         return step.busy_ms(name)
     if name == "overlap_sync_ms":
         return step.stages["overlap_sync"]
-    return sum(step.stages[stage] for stage, part in STAGES.items() if part == name)
+    return sum(step.stages[stage] for stage, part in STAGES.items() if part.time_field == name)
 
 
 def table_memory(trainer: "Trainer") -> list[TableMemory]:

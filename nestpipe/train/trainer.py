@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.cluster import BY_KEYS, Clustering
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.streams import is_accelerator
+from nestpipe.device.precision import autocast
 from nestpipe.distributed.world import World
-from nestpipe.embedding.device_memory import DeviceBytes
+from nestpipe.embedding.budget import DeviceBytes
 from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.pipelining import light
 from nestpipe.pipelining.finite import squared_norm
+from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import Pipeline, make_store
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import Step
@@ -83,28 +84,21 @@ class Trainer:
         *,
         dense_optimizer: DenseOptimizer,
         world: World | None = None,
-        schedule: str = "nested",
-        num_micro_batches: int = 1,
-        clustering: Clustering = BY_KEYS,
-        window: str = "once",
         clip_norm: float | None = None,
         clip_rows: bool = False,
         schedule_lr: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         check_split: bool = True,
-        stale: bool = False,
-        fault: str = "none",
-        seed: int = 0,
-        num_threads: int = 1,
-        device_budget_bytes: int | None = None,
         autocast: torch.dtype | None = None,
         compiled: bool = False,
+        **options: Any,
     ) -> None:
         """world: None takes the environment's: torchrun's ranks, or a world of one, on the accelerator if there is one.
 
-        device_budget_bytes: what the embedding part of a rank may take of the device; a batch that needs more is
-        refused, the first one before anything is trained. autocast: the dtype in which the dense model computes where
-        torch deems it safe; rows and their state keep theirs. compiled: the dense model by torch.compile(dynamic=True).
+        autocast: the dtype in which the dense model computes where torch deems it safe; rows and their state keep
+        theirs. compiled: the dense model by torch.compile(dynamic=True). options: the fields of PipelineOptions, such
+        as schedule and num_micro_batches.
         """
+        self.options = PipelineOptions(**options)
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
@@ -114,13 +108,12 @@ class Trainer:
         self._forward = torch.compile(model, dynamic=True) if compiled else model
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
-        self.seed = seed
         self.clip_norm = clip_norm
         """the largest norm of the dense gradients of the global batch, together"""
         self.clip_rows = clip_rows
         """whether the gradients of rows count in that norm, and are scaled with the others"""
         self.lr_schedule = schedule_lr(self.optimizer) if schedule_lr is not None else None
-        """of the dense optimizer, advanced once a step"""
+        """schedule of the dense optimizer's learning rate, advanced once a step"""
         self.check_split = check_split
         """whether fit refuses a model whose loss sums depend on how the batch is cut"""
         self.recipe: str | None = None
@@ -129,25 +122,17 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped = 0
         """batches of weight 0 that this object was given: they are no steps, but the data goes on"""
-        self.store = make_store(self.tables, seed, num_threads)
+        self.store = make_store(self.tables, self.seed, self.options.num_threads)
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self.is_partially_updated = False
         """whether some of the dense parameters or rows are of one step and others of the step before"""
-        self._num_micro_batches = num_micro_batches
-        self._clustering = clustering
-        self._overlaps_reduction = schedule in WINDOWED
-        self._options = {
-            "schedule": schedule,
-            "num_micro_batches": num_micro_batches,
-            "clustering": clustering,
-            "window": window,
-            "seed": seed,
-            "num_threads": num_threads,
-            "device_budget_bytes": device_budget_bytes,
-            "stale": stale,
-            "fault": fault,
-        }
+        self._short_stages = light.LightStages(light.LIGHT_SECONDS)
+        self._overlaps_reduction = self.options.schedule in WINDOWED
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed
 
     def fit(
         self,
@@ -168,7 +153,7 @@ class Trainer:
         result = result if result is not None else FitResult()
         source = self._source_of(batches)
         if self.check_split:
-            split = self._num_micro_batches, self._clustering
+            split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             with self.world.watch.doing("the split check"):
                 check.first_batch(source, steps)
@@ -181,16 +166,14 @@ class Trainer:
             steps=steps,
             first_step=self.num_steps,
             trace=self._trace(result),
-            **self._options,  # type: ignore[arg-type]
+            short_stages=self._short_stages,
+            **vars(self.options),
         )
         try:
             with pipeline:
                 for step in pipeline:
-                    loss = self._train(step)
-                    if is_accelerator(self.world.device):
-                        _move(pipeline.losses, result.losses)
-                    else:
-                        result.losses.append(float(loss))
+                    self._train(step)
+                    _move(pipeline.losses, result.losses)
                     self.num_steps = num_before + pipeline.num_applied
                     self.num_skipped = num_skipped + pipeline.num_skipped
                     source.advance_to(pipeline.num_applied + pipeline.num_skipped)
@@ -204,7 +187,7 @@ class Trainer:
         finally:
             self._pipeline = None
             # What a device finds out late has gone into the dense parameters by then, and into no row.
-            self.is_partially_updated |= pipeline.is_torn or pipeline.failed_step is not None
+            self.is_partially_updated |= pipeline.partially_updated or pipeline.failed_step is not None
             self.num_steps = num_before + pipeline.num_applied
             self.num_skipped = num_skipped + pipeline.num_skipped
             _move(pipeline.losses, result.losses)
@@ -314,8 +297,7 @@ class Trainer:
         self.flush()
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
-    def _train(self, step: Step) -> Tensor:
-        """Returns the loss of the global batch, on the device."""
+    def _train(self, step: Step) -> None:
         with step.trace.span("dense"):
             self.model.train()
             self.model.zero_grad()  # of parameters that the optimizer does not have, too
@@ -339,13 +321,12 @@ class Trainer:
         except BaseException:
             self.is_partially_updated = not step.is_applied
             raise
-        return total
 
     def precision(self) -> AbstractContextManager[object]:
         """Around a forward of the model."""
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=self.autocast)
+        return autocast(self.world.device, self.autocast)
 
     def _clip(self, step: Step) -> float | Tensor:
         """Scales the reduced dense gradients down to clip_norm; returns by what."""
@@ -375,12 +356,12 @@ def _check_device(model: nn.Module, device: torch.device) -> None:
 
 
 def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
-    if pipeline.memory is None:
+    if pipeline.budget is None:
         return
-    largest = pipeline.memory.largest
+    largest = pipeline.budget.largest
     if result.device_bytes is None or largest.total > result.device_bytes.total:
         result.device_bytes = largest
-    result.peak_device_bytes = max(result.peak_device_bytes, pipeline.memory.peak_bytes)
+    result.peak_device_bytes = max(result.peak_device_bytes, pipeline.budget.peak_bytes)
 
 
 def _move(source: list[float], target: list[float]) -> None:

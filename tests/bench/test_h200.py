@@ -46,12 +46,12 @@ def test_dense_only_runs_split_and_unsplit(num_parts: int) -> None:
     (shape,) = QUICK.shapes
     batches = make_batches(shape, QUICK.small_rows)
     dense = DenseOnly(World(), QUICK, shape, features_of(QUICK.dim), batches, num_parts)
-    for request, leaves in zip(dense.requests, dense.leaves, strict=True):
-        assert len(request.num_samples) == len(leaves) == num_parts
-        assert sum(request.num_samples) == shape.batch_size
-        assert max(map(len, leaves)) <= shape.num_distinct <= sum(map(len, leaves))
+    for batch, rows in zip(dense.batches, dense.rows, strict=True):
+        assert len(batch.num_samples) == len(rows) == num_parts
+        assert sum(batch.num_samples) == shape.batch_size
+        assert max(map(len, rows)) <= shape.num_distinct <= sum(map(len, rows))
     before = [parameter.clone() for parameter in dense.model.parameters()]
-    dense._step(dense.requests[0], dense.leaves[0])
+    dense._step(dense.batches[0], dense.rows[0])
     assert any(not torch.equal(a, b) for a, b in zip(before, dense.model.parameters(), strict=True))
 
 

@@ -71,6 +71,7 @@ def test_quick_run(tmp_path: Path) -> None:
     assert leftovers(process.pid) == []
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_nothing_is_left_after_sigterm(tmp_path: Path) -> None:
     process = start(tmp_path / "network.json")

@@ -18,7 +18,14 @@ def values(**given: float) -> Values:
 
 
 ROUND = {
-    SERIAL: values(step_ms=800, dense_ms=400, exposed_exchange_ms=300, bring_ms=100, take_ms=200, exposed_lookup_ms=50),
+    SERIAL: values(
+        step_ms=800,
+        dense_ms=400,
+        exposed_exchange_ms=300,
+        send_rows_ms=100,
+        return_gradients_ms=200,
+        exposed_lookup_ms=50,
+    ),
     SERIAL_8: values(step_ms=900, dense_ms=420, exposed_exchange_ms=350),
     INTER: values(step_ms=750, dense_ms=404),
     INTRA: values(step_ms=530, dense_ms=441, exposed_exchange_ms=60, row_update_ms=10, exposed_reduce_ms=5),

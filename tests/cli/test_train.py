@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nestpipe.cli.main import app
 from nestpipe.pipelining.schedule import operations
-from nestpipe.pipelining.trace import BYTE_FIELDS
+from nestpipe.pipelining.step_times import BYTE_FIELDS
 from nestpipe.train.config_text import describe
 from nestpipe.train.summary import TIME_FIELDS
 from tests.schedules import NESTED
@@ -176,7 +176,9 @@ def started_run() -> tuple[subprocess.Popen[str], list[int]]:
     return process, rank_processes(process.pid)
 
 
-@pytest.mark.parametrize("kind", ["interrupted", "killed", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["interrupted", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("killed", "stopped"))]
+)
 def test_how_a_run_ends(kind: str) -> None:
     process, ranks = started_run()
     assert len(ranks) == 2

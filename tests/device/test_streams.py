@@ -1,12 +1,13 @@
 """Devices by name, and what streams are where there are none."""
 
+import numpy as np
 import pytest
 import torch
 
 from nestpipe import World
 from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, mark, use_here, wait_for
 from nestpipe.device.transfer import download, upload, uploaded
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan import TravelList
 
 CPU = torch.device("cpu")
 
@@ -41,5 +42,5 @@ def test_what_is_there_already_is_not_copied() -> None:
     tensor = torch.arange(5)
     assert upload([tensor], CPU)(tensor) is tensor
     assert download(tensor) is tensor
-    plan = Plan([tensor, None], [None, tensor])
-    assert uploaded(plan, CPU) is plan
+    travel = TravelList(tensor, [0, 3, 5], np.array([[3, 0]]))
+    assert uploaded(travel, CPU) is travel

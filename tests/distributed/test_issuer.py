@@ -1,7 +1,8 @@
 """One thread issues all collectives of rows and dense gradients, in the same order on every rank; forced here, where
 gloo does not need it, with a group for device memory that is in truth of host memory.
 
-Fails if Executor gives the lanes in ISSUING threads of their own: a slow bring is then overtaken by a take. Fails if
+Fails if Executor._lane gives stages that exchange rows threads of their own: slow send_rows are then overtaken by
+return_gradients. Fails if
 DenseReducer.overlap begins buckets in the last backward: a rank without samples in the last micro-batches is early.
 """
 
@@ -13,7 +14,7 @@ import pytest
 
 from nestpipe import World
 from nestpipe.distributed import Channel
-from nestpipe.embedding.window import Window
+from nestpipe.embedding.exchange.distributed import DistributedBatch
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer
 from tests.exactness.test_e1_bit_identical import STREAMS, train_stream
@@ -47,20 +48,20 @@ def test_same_digests(schedules: list[str]) -> None:
 
 def issued(world: World, schedule: str) -> list[tuple[str, str]]:
     """Thread and channel of each collective that goes through the issuer, in order. Rank 0 has samples in the first
-    two micro-batches only, rank 1 none, rank 2 in all; bring takes longer on rank 2."""
+    two micro-batches only, rank 1 none, rank 2 in all; send_rows takes longer on rank 2."""
     order: list[tuple[str, str]] = []
-    guarded, bring = Channel._guarded, Window.bring
+    guarded, send_rows = Channel._guarded, DistributedBatch.send_rows
 
     def record(channel: Channel, collective):
         if channel.name in ("row exchange", "gradient return", "dense reduction"):
             order.append((threading.current_thread().name, channel.name))
         return guarded(channel, collective)
 
-    def slow_bring(window: Window, micro_batch: int) -> None:
+    def send_late(batch: DistributedBatch, micro_batch: int) -> None:
         time.sleep(0.005 * (world.rank == 2 and micro_batch > 0))
-        bring(window, micro_batch)
+        send_rows(batch, micro_batch)
 
-    Channel._guarded, Window.bring = record, slow_bring
+    Channel._guarded, DistributedBatch.send_rows = record, send_late
     trainer = make_trainer(with_issuer(world), Case("adam", "shared", 4, schedule=schedule))
     batches = global_batches(5)
     trainer.fit({0: [batch[:2] for batch in batches], 1: [], 2: batches}[world.rank])

@@ -3,19 +3,12 @@
 Fails, for example, if pool_backward leaves out the weights, or starts a thread's columns at 0.
 """
 
-import gc
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nestpipe.embedding.embeddings import Embeddings
-from nestpipe.embedding.memory import LARGE_BYTES, Recycler
 from nestpipe.embedding.pooling import Occurrences, pool
-from nestpipe.embedding.request import Placed
-from nestpipe.embedding.table import Pooled, Sequence, Table
+from nestpipe.embedding.recycler import LARGE_BYTES
 
 
 def drawn(num_samples: int, num_rows: int, one_each: bool, dtype: torch.dtype) -> Occurrences:
@@ -43,11 +36,11 @@ def test_against_torch(dtype: torch.dtype, one_each: bool, num_samples: int) -> 
     """Two features of different dims side by side; forward up to rounding, gradients to the bit, for any threads."""
     torch.manual_seed(0)
     features = [drawn(num_samples, num_rows, one_each, dtype) for num_rows in (20, 7)]
-    leaves = [torch.randn(20, 33, dtype=dtype), torch.randn(7, 5, dtype=dtype)]
+    arrays = [torch.randn(20, 33, dtype=dtype), torch.randn(7, 5, dtype=dtype)]
     gradient = torch.randn(num_samples, 38, dtype=dtype)
     expected = []
-    for of, leaf in zip(features, leaves, strict=True):
-        padded = torch.cat([leaf, torch.zeros(1, leaf.shape[1], dtype=dtype)])
+    for of, rows in zip(features, arrays, strict=True):
+        padded = torch.cat([rows, torch.zeros(1, rows.shape[1], dtype=dtype)])
         offsets = torch.arange(num_samples + 1) if of.offsets is None else of.offsets
         options = {"mode": "sum", "include_last_offset": True, "per_sample_weights": of.weights}
         expected.append(F.embedding_bag(of.index, padded, offsets, **options))
@@ -55,12 +48,12 @@ def test_against_torch(dtype: torch.dtype, one_each: bool, num_samples: int) -> 
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
-            trained = [leaf.clone().requires_grad_() for leaf in leaves]
+            trained = [rows.clone().requires_grad_() for rows in arrays]
             pooled = pool(features, trained)
             torch.testing.assert_close(pooled, torch.cat(expected, dim=1))
             pooled.backward(gradient)
-            for of, leaf, of_feature in zip(features, trained, gradient.split([33, 5], dim=1), strict=True):
-                assert torch.equal(leaf.grad, in_order(of, of_feature, len(leaf)))
+            for of, rows, of_feature in zip(features, trained, gradient.split([33, 5], dim=1), strict=True):
+                assert torch.equal(rows.grad, in_order(of, of_feature, len(rows)))
     finally:
         torch.set_num_threads(threads)
 
@@ -69,21 +62,21 @@ def test_against_torch(dtype: torch.dtype, one_each: bool, num_samples: int) -> 
 def test_gradients_of_any_layout(make) -> None:
     """An expanded gradient has no strides to speak of, a transposed one the wrong ones."""
     index = torch.tensor([0, 2, 2, 3])
-    leaf, other = (torch.arange(6.0).view(3, 2).requires_grad_() for _ in range(2))
-    make(pool([Occurrences(index)], [leaf])).backward()
+    rows, other = (torch.arange(6.0).view(3, 2).requires_grad_() for _ in range(2))
+    make(pool([Occurrences(index)], [rows])).backward()
     padded = torch.cat([other, torch.zeros(1, 2)])
     make(F.embedding(index, padded)).backward()
-    assert torch.equal(leaf.grad, other.grad)
+    assert torch.equal(rows.grad, other.grad)
 
 
 def test_large_output_may_be_changed_in_place() -> None:
-    leaf = torch.tensor([[1.0], [-1.0]]).expand(2, 64).clone().requires_grad_()
+    rows = torch.tensor([[1.0], [-1.0]]).expand(2, 64).clone().requires_grad_()
     index = torch.arange(LARGE_BYTES // 256) % 2
-    pool([Occurrences(index)], [leaf]).relu_().sum().backward()
-    assert leaf.grad[:, 0].tolist() == [len(index) / 2, 0]
+    pool([Occurrences(index)], [rows]).relu_().sum().backward()
+    assert rows.grad[:, 0].tolist() == [len(index) / 2, 0]
 
 
-def test_frozen_leaf_beside_a_trained_one() -> None:
+def test_frozen_rows_beside_a_trained_one() -> None:
     frozen, trained = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
     pool([Occurrences(torch.tensor([0, 1]))] * 2, [frozen, trained]).sum().backward()
     assert frozen.grad is None
@@ -93,51 +86,3 @@ def test_frozen_leaf_beside_a_trained_one() -> None:
 def test_index_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="index"):
         pool([Occurrences(torch.tensor([0, 4]))], [torch.zeros(3, 2)])
-
-
-def test_side_by_side_is_cat() -> None:
-    table, other = Table("a", 4), Table("b", 3)
-    features = {"x": Pooled(table), "y": Pooled(other, "mean"), "z": Sequence(table)}
-    offsets = torch.tensor([0, 1, 4])
-    placed = {name: Placed(torch.tensor([0, 1, 1, 2]), offsets, None, offsets) for name in features}
-    embeddings = Embeddings(features, placed, {"a": torch.randn(2, 4), "b": torch.randn(2, 3)})
-    assert torch.equal(embeddings.side_by_side(["y", "x"]), torch.cat([embeddings["y"], embeddings["x"]], dim=1))
-    with pytest.raises(ValueError, match="'z' is a sequence"):
-        embeddings.side_by_side()
-    with pytest.raises(KeyError, match="there is no feature 'w'"):
-        embeddings.side_by_side(["w"])
-
-
-def test_memory_is_used_again_only_when_free() -> None:
-    recycler, shape = Recycler(), (LARGE_BYTES // 4, 2)
-    first = recycler.empty(shape, torch.float32)
-    part, address = first[5:9], first.data_ptr()
-    part.fill_(7.0)
-    del first
-    gc.collect()
-    second = recycler.empty(shape, torch.float32)
-    assert second.data_ptr() != address
-    second.fill_(1.0)
-    assert (part == 7.0).all()
-    del part
-    gc.collect()
-    assert recycler.empty(shape, torch.float32).data_ptr() == address
-
-
-FORKS = """
-import os, torch
-from nestpipe.embedding.memory import LARGE_BYTES, Recycler
-mine = Recycler().empty((LARGE_BYTES,), torch.float32)
-mine[0] = 1.0
-child = os.fork()
-if child == 0:
-    mine[0] = 7.0
-    os._exit(0)
-os.waitpid(child, 0)
-assert float(mine[0]) == 1.0
-"""
-
-
-def test_recycled_memory_is_not_shared_with_forked_processes() -> None:
-    """Fails if the Recycler maps shared memory, which mmap does by itself."""
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=50)

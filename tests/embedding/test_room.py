@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nestpipe import World
-from nestpipe.embedding import buffer as of_product
-from nestpipe.embedding.buffer import Buffer, room_error
-from nestpipe.embedding.table import Table
+from nestpipe.embedding import group as of_product
+from nestpipe.embedding.resident import ResidentRows, room_error
+from nestpipe.embedding.table import Pooled, Table
 from nestpipe.store import HostStore
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 from tests.schedules import OUTER
@@ -52,8 +52,22 @@ def test_no_step_is_applied_in_part(schedule: str, size: int) -> None:
         assert num_steps < 6
 
 
-def buffer_of(table: Table, keys: Tensor) -> Buffer:
-    return Buffer(table, keys, torch.zeros(len(keys), table.dim), table.dim, torch.ones(len(keys), dtype=torch.bool))
+def resident(tables: list[Table], *keys: Tensor) -> list[ResidentRows]:
+    """Of one group: the keys of each table, in order of name."""
+    (group,) = of_product.group_features({table.name: Pooled(table) for table in tables}).groups
+    num_keys = sum(map(len, keys))
+    offsets = torch.tensor([0, *map(len, keys)]).cumsum(0)
+    found = torch.ones(num_keys, dtype=torch.bool)
+    return [ResidentRows(group, torch.cat(keys), offsets, torch.zeros(num_keys, group.dim), found)]
+
+
+def store_of(tables: list[Table]) -> HostStore:
+    """Each table has 50 rows."""
+    store = HostStore()
+    for table in tables:
+        store.create_table(table.spec(seed=0))
+        store.scatter(table.name, torch.arange(50), torch.zeros(50, table.dim), 0)
+    return store
 
 
 @pytest.mark.parametrize("max_rows", [None, 100])
@@ -63,15 +77,14 @@ def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatc
     Fails if room_error does not count the batch before, or counts a key that has a row, or one that is in both batches.
     """
     monkeypatch.setattr(of_product, "MOST_ROWS", 100)
-    table, store = Table("item", 2, max_rows=max_rows), HostStore()
-    store.create_table(table.spec(seed=0))
-    store.scatter("item", torch.arange(50), torch.zeros(50, 2), 0)
+    tables = [Table("item", 2, max_rows=max_rows)]
+    store = store_of(tables)
     looked_up: list[int] = []
     find = store.find
     monkeypatch.setattr(store, "find", lambda name, keys: looked_up.append(len(keys)) or find(name, keys))
 
     def error_of(here: Tensor, before: Tensor) -> str:
-        return str(room_error([buffer_of(table, here)], [buffer_of(table, before)], store))
+        return str(room_error(resident(tables, here), resident(tables, before), store))
 
     assert error_of(torch.arange(50, 75), torch.arange(75, 100)) == "None"
     assert looked_up == []
@@ -79,5 +92,20 @@ def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatc
     assert "would have 101 rows" in error_of(torch.arange(101), torch.arange(60, 100))
     assert "would have 101 rows" in error_of(torch.arange(50, 75), torch.arange(75, 101))
     assert looked_up == [100, 101, 51]
-    frozen = Table("item", 2, max_rows=max_rows, frozen=True)
-    assert room_error([buffer_of(frozen, torch.arange(200))], [], store) is None
+    frozen = [Table("item", 2, max_rows=max_rows, frozen=True)]
+    assert room_error(resident(frozen, torch.arange(200)), [], store) is None
+
+
+def test_every_table_of_a_group_has_room_of_its_own() -> None:
+    """Fails if room_error adds up the tables of a group, or takes the first one's max_rows for all."""
+    tables = [Table("a", 2), Table("b", 2, max_rows=60), Table("c", 2, max_rows=80)]
+    store, none = store_of(tables), torch.empty(0, dtype=torch.int64)
+
+    def error_of(*keys: Tensor) -> str:
+        return str(room_error(resident(tables, *keys), resident(tables, none, torch.arange(55, 60), none), store))
+
+    assert error_of(torch.arange(500), torch.arange(50, 60), torch.arange(50, 80)) == "None"
+    assert "table 'b' would have 61 rows on this rank, more than its max_rows = 60" in error_of(
+        none, torch.tensor([50, 51, 52, 53, 54, 60]), none
+    )
+    assert "table 'c' would have 81 rows" in error_of(none, none, torch.arange(50, 81))

@@ -1,7 +1,7 @@
 """Errors that all ranks hear of at the same step: each rank raises, nothing of the step stays, and fit works again.
 
-Fails, for example, if Pipeline._next_request raises instead of returning the error (the other rank then waits until the
-process group's timeout), or if DenseReducer.finish heeds the flag of its own rank only.
+Fails, for example, if Stages.prefetch raises instead of keeping the error (the other rank then waits until it hears of
+a failure), or if _HostAgreement.finish heeds the flag of its own rank only.
 """
 
 import time

@@ -2,8 +2,8 @@
 
 The tables are float64. Training with float32 tables is then compared with training with float64 tables.
 
-Fails, for example, if OwnerTable.gradient leaves a requester out, if Window.take returns a key's gradient after its
-first micro-batch instead of its last, or if Trainer divides by the rank's own weight.
+Fails, for example, if _entries_of_slots leaves a requester out, if `_lists` has a key's gradient travel with the
+first micro-batch that uses it instead of the last, or if Trainer divides by the rank's own weight.
 """
 
 import itertools

@@ -1,7 +1,9 @@
-"""I1: no row changes inside a frozen window, from before the first row is read to after the last gradient is returned.
+"""I1: no row changes inside a frozen window, from before the first row is sent to after the last gradient is returned,
+nor until the update.
 
-The host store may change meanwhile: what the batch before leaves behind is written back. Fails if Window.take adds the
-returned gradients to the buffer's rows instead of to the slots.
+The host store may change meanwhile: what the batch before leaves behind is written back. Fails if LocalBatch._collect
+adds gradients to the resident rows (`self._sums[g] = self._groups[g][1].rows`), or if Stages.sum_gradients updates them
+(`self.update(state, 0, 1.0, None)` at its end).
 """
 
 import hashlib
@@ -9,53 +11,56 @@ import hashlib
 import pytest
 
 from nestpipe import World
-from nestpipe.embedding.buffer import Buffer
-from nestpipe.embedding.local_window import LocalWindow
-from nestpipe.embedding.window import Window
-from nestpipe.pipelining.pipeline import SCHEDULES
+from nestpipe.pipelining.batch_state import BatchState
+from nestpipe.pipelining.schedule import SCHEDULES, Op
+from nestpipe.pipelining.stages import Stages
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
 
 
-def hash_of(buffers: list[Buffer]) -> str:
-    """Of rows and row state."""
+def hash_of(state: BatchState) -> str:
+    """Of resident rows and their row state."""
+    assert state.resident is not None
     sha = hashlib.sha256()
-    for buffer in buffers:
-        sha.update(buffer.records.numpy().tobytes())
+    for rows in state.resident.groups:
+        sha.update(rows.records.numpy().tobytes())
     return sha.hexdigest()
 
 
 def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], str]]:
-    """For each step: the hashes before its first row was read, around every exchange and dense part, on whichever
-    lane, and after its last gradient was returned; and the one after its update."""
+    """For each step: the hashes before its first row was sent, around every exchange and dense part, on whichever
+    lane, after its last gradient was returned, and after all gradients were summed; and the one after its update."""
     case = Case("adagrad", "shared", 4, window, steps=5, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     seen: dict[int, list[str]] = {}
 
     def observed(exchange):
-        def observe(self: Window | LocalWindow, *arguments) -> None:
-            inside = seen.setdefault(id(self), [])
-            inside.append(hash_of(self.buffers))
-            exchange(self, *arguments)
-            inside.append(hash_of(self.buffers))
+        def observe(self: Stages, op: Op) -> None:
+            state, inside = self.state(op.batch), seen.setdefault(op.batch, [])
+            if state.resident is None:  # beyond the last batch
+                return
+            inside.append(hash_of(state))
+            exchange(self, op)
+            inside.append(hash_of(state))
 
         return observe
 
     results = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (Window, LocalWindow):
-            patch.setattr(kind, "bring", observed(kind.bring))
-            patch.setattr(kind, "take", observed(kind.take))
+        for stage in ("send_rows", "return_gradients", "sum_gradients"):
+            patch.setattr(Stages, stage, observed(getattr(Stages, stage)))
         with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
             for step in pipeline:
-                inside = [hash_of(step.buffers)]
+                inside = [hash_of(step.state)]
                 for micro_batch in step:
-                    inside.append(hash_of(step.buffers))
+                    inside.append(hash_of(step.state))
                     (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
-                    inside.append(hash_of(step.buffers))
-                inside.append(hash_of(step.buffers))
-                inside += seen.pop(id(step._window))
+                    inside.append(hash_of(step.state))
+                step.commit()
+                step.gradients()
+                inside.append(hash_of(step.state))
+                inside += seen.pop(step.state.number)
                 step.update_rows()
-                results.append((inside, hash_of(step.buffers)))
+                results.append((inside, hash_of(step.state)))
     return results
 
 
@@ -66,6 +71,6 @@ def test_rows_are_frozen(schedule: str, window: str, size: int) -> None:
     for of_rank in on_ranks(size, hashes, schedule, window):
         assert len(of_rank) == 5
         for inside, after in of_rank:
-            assert len(inside) >= 2 + 4 * 4  # each of 4 brings and 4 takes, before and after
+            assert len(inside) >= 2 + 4 * 4 + 2  # 4 send_rows, 4 return_gradients, sum_gradients: before and after
             assert set(inside) == {inside[0]}
             assert after not in inside

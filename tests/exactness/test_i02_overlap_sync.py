@@ -1,6 +1,7 @@
-"""I2: before the buffers swap, every overlap key has the same row and row state in both of them.
+"""I2: before the next batch begins, every overlap key has the same row and row state in the resident rows of both.
 
-Fails if sync_overlap copies rows without their state (records[:, :dim]), or find_overlap pairs slots wrongly.
+Fails if sync_overlap copies rows without their state (`source.rows`, `target.rows`), or if _shared_slots pairs slots
+wrongly (`places[slots].flip(0)`).
 """
 
 import pytest
@@ -22,12 +23,12 @@ def overlaps(world: World, schedule: str) -> list[int]:
         for step in pipeline:
             for micro_batch in step:
                 (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
-            (active,) = step.buffers
+            (active,) = step.state.resident.groups
             step.update_rows()
-            following = pipeline.stages.flight(step.number + 1)
+            following = pipeline.stages.state(step.number + 1)
             if not following.is_step:
                 continue
-            (prefetched,) = following.buffers
+            (prefetched,) = following.resident.groups
             record_of = dict(zip(active.keys.tolist(), active.records.tolist(), strict=True))
             shared = [i for i, key in enumerate(prefetched.keys.tolist()) if key in record_of]
             expected = torch.tensor([record_of[int(prefetched.keys[i])] for i in shared], dtype=torch.float64)
@@ -39,7 +40,7 @@ def overlaps(world: World, schedule: str) -> list[int]:
 
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 @pytest.mark.parametrize("size", [1, 3])
-def test_both_buffers_agree(schedule: str, size: int) -> None:
+def test_both_batches_agree(schedule: str, size: int) -> None:
     for counts in on_ranks(size, overlaps, schedule):
         assert len(counts) == STEPS - 1
         assert min(counts) > 0

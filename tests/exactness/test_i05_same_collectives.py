@@ -1,6 +1,6 @@
 """I5: all ranks issue the same collectives in the same order, whatever data they have.
 
-Fails if Window.bring returns early on a rank whose micro-batch is empty.
+Fails if DistributedBatch.send_rows returns early on a rank that neither sends nor receives rows.
 """
 
 import pytest
@@ -34,4 +34,5 @@ def test_same_order_on_every_rank(schedule: str) -> None:
     first, *others = run_ranks(3, collectives, schedule)
     assert len(first["row exchange"]) == 6 * 4
     assert len(first["gradient return"]) == 6 * 4
+    assert len(first["commit"]) == 6
     assert all(calls == first for calls in others)

@@ -1,6 +1,7 @@
 """I6: the owner dedups again, per table; two requesters of one key lose no gradient, (A, 5) and (B, 5) are two keys.
 
-Fails if _decode_keys dedups the keys of all tables together, or if OwnerTable.gradient keeps one requester's only.
+With tables of one group, and of two. Fails if _exchange_keys dedups all tables of a group together
+(`counts[g].sum(1, keepdim=True)`), or if _entries_of_slots keeps one requester's entries only (`offsets.clamp(max=1)`).
 """
 
 import pytest
@@ -23,10 +24,10 @@ class Weighted(nn.Module):
         return (inputs["factor"] * embeddings["a"].sum(1) + 10 * inputs["factor"] * embeddings["b"].sum(1)).sum()
 
 
-def train_shared_key(world: World, schedule: str) -> dict[str, list[tuple[int, list[float]]]]:
+def train_shared_key(world: World, schedule: str, dim: int) -> dict[str, list[tuple[int, list[float]]]]:
     """Every rank has key 5 in both tables; rank r in r + 1 samples, with factor 1 each, in two micro-batches."""
     options = {"init": init.Constant(0.0), "optimizer": rows.SGD(1.0), "dtype": torch.float64}
-    features = {"a": Pooled(Table("A", 2, **options)), "b": Pooled(Table("B", 3, **options))}
+    features = {"a": Pooled(Table("A", 2, **options)), "b": Pooled(Table("B", dim, **options))}
     trainer = Trainer(
         Weighted(),
         features,
@@ -43,11 +44,17 @@ def train_shared_key(world: World, schedule: str) -> dict[str, list[tuple[int, l
     return {name: list(zip(p.keys.tolist(), p.records.tolist(), strict=True)) for name, p in pieces.items()}
 
 
+def train_grouped_or_not(world: World, schedule: str) -> list[dict[str, list[tuple[int, list[float]]]]]:
+    """With tables of one dim, which are one group, and of two."""
+    return [train_shared_key(world, schedule, dim) for dim in (2, 3)]
+
+
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_one_key_of_all_ranks_in_two_tables(schedule: str, size: int) -> None:
-    results = on_ranks(size, train_shared_key, schedule)
+    results = on_ranks(size, train_grouped_or_not, schedule)
     num_samples = size * (size + 1) // 2
     gradient = num_samples / (0.5 * num_samples)  # I7: of the global weight
-    assert [row for result in results for row in result["A"]] == [(5, [-gradient] * 2)]
-    assert [row for result in results for row in result["B"]] == [(5, [-10 * gradient] * 3)]
+    for number, dim in enumerate((2, 3)):
+        assert [row for result in results for row in result[number]["A"]] == [(5, [-gradient] * 2)]
+        assert [row for result in results for row in result[number]["B"]] == [(5, [-10 * gradient] * dim)]

@@ -40,7 +40,7 @@ def leave_in_a_step(world: World, schedule: str, when: str) -> tuple[str, str, i
                 if step.number == last:
                     break
                 step.update_rows()
-        tables = [feature.table for feature in pipeline.features.values()]
+        tables = [feature.table for feature in features_of(case).values()]
         return digest(tables[:1], pipeline.store, last, world)
 
     return run(batches, 3), run(batches[:3], 3)

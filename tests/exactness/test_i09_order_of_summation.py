@@ -1,6 +1,7 @@
 """I9: one order of summation, in both windows: a requester's micro-batches in order, then the requesters by rank.
 
-Fails if OwnerTable.gradient adds the requesters in another order, or RequesterTable.returned the micro-batches.
+Fails if _entries_of_slots gives the requesters of a slot in another order (`entries.flip(0)`), or if
+LocalBatch._collect has a micro-batch's gradients take the place of earlier ones (`is_first | True`).
 """
 
 import pytest
@@ -12,7 +13,7 @@ from nestpipe.data.cluster import GIVEN_ORDER
 from tests.exactness.cases import on_ranks
 from tests.schedules import OUTER
 
-FACTORS = torch.tensor([1.0, 1e8, -1e8, 3.0, 1e-3, 7e7, -7e7, 1e-6], dtype=torch.float32)
+FACTORS = torch.tensor([1.0, 1e8, -1e8, 3.0, 1e-3, 7e6, -7e6, 1e-6], dtype=torch.float32)
 OF_RANKS = (1.0, 1e8, -1e8, 3.0)
 
 

@@ -1,7 +1,7 @@
 """I13: the library draws from no default generator; a model's dropout depends on (seed, step, rank, micro-batch) alone.
 
-Fails if Step.__iter__ does not seed the generators, or if something in the package calls torch.rand without one. The
-default generator is one for all threads, so a reader must not draw from it, either: test_a_reader_* fails if
+Fails if Step._micro_batch does not seed the generators, or if something in the package calls torch.rand without one.
+The default generator is one for all threads, so a reader must not draw from it, either: test_a_reader_* fails if
 BatchSource does not look.
 """
 
@@ -68,7 +68,7 @@ def test_a_reader_needs_a_generator_of_its_own(schedule: str, size: int) -> None
 
 
 def test_masks_differ_between_micro_batches_and_ranks() -> None:
-    from nestpipe.pipelining.step import seed_generators
+    from nestpipe.device.generators import seed_generators
 
     masks = set()
     for purpose in ((3, 0, 0, 0), (3, 0, 0, 1), (3, 0, 1, 0), (3, 1, 0, 0), (4, 0, 0, 0)):

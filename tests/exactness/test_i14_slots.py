@@ -1,6 +1,7 @@
-"""I14: slot i of a buffer is the i-th owned key of its batch in route order: by requester rank, each in first use.
+"""I14: slot i of a table is its i-th owned key of the batch in route order: by requester rank, each in first use.
 
-Fails if _decode_keys sorts the keys of an owner.
+Fails if _Distinct.of sorts a requester's keys (`found.keys.sort()[0]`), or _exchange_keys those of
+an owner (`distinct.sort()[0]`).
 """
 
 import pytest
@@ -26,7 +27,7 @@ def first_uses(batch) -> list[int]:
 
 
 def slots(world: World, schedule: str) -> list[tuple[list[int], list[int]]]:
-    """For each step, the keys of this rank's buffer, and those expected."""
+    """For each step, the keys that this rank has resident, and those expected."""
     case = Case(CASE.optimizer, CASE.layout, CASE.num_micro_batches, steps=CASE.steps, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     batches = global_batches(case.steps)
@@ -39,7 +40,7 @@ def slots(world: World, schedule: str) -> list[tuple[list[int], list[int]]]:
                 for key in first_uses(share_of([batch], Elsewhere(rank, world.size))[0])
             ]
             expected = [key for key in dict.fromkeys(asked) if owner_of(key, world.size) == world.rank]
-            found.append((step.buffers[0].keys.tolist(), expected))
+            found.append((step.state.resident.groups[0].keys.tolist(), expected))
             for micro_batch in step:
                 (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
             step.update_rows()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
@@ -24,7 +26,9 @@ def test_alone() -> None:
     assert re.search(r"rank 0 owns 1000 item rows and 9600 user rows", output)
 
 
+@pytest.mark.slow
 def test_under_torchrun() -> None:
+    """test_ddp.py runs under torchrun in every run of the tests."""
     output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE))
     assert losses(output, 0)[-1] + losses(output, 1)[-1] < 0.55
     owned = [tuple(map(int, found)) for found in re.findall(r"owns (\d+) item rows and (\d+) user rows", output)]

@@ -1,7 +1,7 @@
 """The formula of device memory, and the tally of what embeddings hold, against what torch says it has allocated.
 
 The model here is a sum, so nearly all that is allocated is the embedding part's. Fails if a large tensor of it is in
-neither: if Window.bring keeps what it has exchanged longer than window_memory says, for example.
+neither: if DistributedBatch.send_rows keeps what it has exchanged longer than `widest` counts, for example.
 """
 
 import pytest

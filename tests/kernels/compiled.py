@@ -24,6 +24,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 codes: dict[str, str] = {}
 
@@ -58,7 +59,7 @@ for dtype in (torch.float32, torch.float64):
     triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, mask, 0.1, 1e-8)
     if dtype == torch.float32:
         triton_rows.copy_rows(rows, places, gradient, places, 8)
-        triton_rows.add_rows(rows, places, gradient, None, None)
+        triton_rows.add_rows(rows, places, gradient, places > 3, 1e38, places.int()[:1])
         triton_updates.sgd(rows, gradient, mask, 0.1)
         triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
 tiles = Tiles([2], torch.zeros(1, 4, dtype=torch.int64), places, 64)

@@ -4,6 +4,8 @@ Fails, for example, if copy_kernel reads at `rows` instead of `from_rows`, if ea
 if tile_of's mask forgets the width, or if add_kernel stores what it should add.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from nestpipe.kernels import reference
 from nestpipe.kernels.rows import add_rows, copy_rows
 from tests.kernels.bits import ALL_DIMS, columns, same_bits
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def drawn_places(num: int, num_rows: int, device: torch.device) -> Tensor:
@@ -62,7 +66,7 @@ def test_add(dim: int, dtype: torch.dtype, with_places: bool, device: torch.devi
     before, of_reference = whole.clone(), target.clone()
     expected = target.cpu().numpy().copy()
     expected[np.arange(70) if places is None else places.cpu().numpy()] += source.cpu().numpy()
-    reference.add_rows(of_reference, places, source, None, None)
+    reference.add_rows(of_reference, places, source, None, math.inf, None)
     add_rows(target, places, source)
     assert same_bits(target, torch.from_numpy(expected))
     assert same_bits(of_reference, target)
@@ -145,23 +149,49 @@ def test_the_first_rows_do_not_count_what_lies_there(device: torch.device, num_r
     expected[places] = torch.where(is_first[:, None], source, target[places] + source)
     target[places[is_first]] = float("nan")
     arrays = [array.to(device) for array in (target, places, source, is_first)]
-    is_unsound = torch.zeros(1, dtype=torch.int32, device=device)
-    add_rows(*arrays, is_unsound)
+    exceeds = torch.zeros(1, dtype=torch.int32, device=device)
+    add_rows(*arrays, LARGEST / 4, exceeds)
     assert torch.equal(arrays[0].cpu(), expected)
-    assert int(is_unsound) == 0
+    assert int(exceeds) == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), LARGEST / 3, -LARGEST / 3])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_not_finite_is_found(device: torch.device, bad: float, is_first: bool) -> None:
-    """Wherever it is, and whether it was there or comes. Fails if add_kernel asks `total != total` only."""
+def test_what_is_not_finite_or_too_large_is_found(device: torch.device, bad: float, is_first: bool) -> None:
+    """Wherever it is, and whether it was there or comes. Fails if add_kernel asks `total != total` only, or takes no
+    magnitude. The reference finds the same."""
     places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
-    for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1):
-        target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
-        (source if is_first else target).view(-1)[where] = bad
-        is_unsound = torch.zeros(1, dtype=torch.int32, device=device)
-        add_rows(target, places, source, flags, is_unsound)
-        assert int(is_unsound) == 1
+    for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1) if math.isinf(bad) or math.isnan(bad) else (8 * 130,):
+        for add in (add_rows, reference.add_rows):
+            target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
+            (source if is_first else target).view(-1)[where] = bad
+            exceeds = torch.zeros(1, dtype=torch.int32, device=device)
+            add(target, places, source, flags, LARGEST / 4, exceeds)
+            assert int(exceeds) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_limit_itself_is_not_too_large(device: torch.device, dtype: torch.dtype) -> None:
+    """Fails if add_kernel compares with `<`, or rounds the limit of float64 to float32."""
+    limit = torch.finfo(dtype).max / 6
+    one = torch.ones((), dtype=dtype) * limit
+    for value, expected in ((one, 0), (-one, 0), (one.nextafter(one * 2), 1), (-one.nextafter(one * 2), 1)):
+        for add in (add_rows, reference.add_rows):
+            target, source = (
+                torch.zeros(5, 3, dtype=dtype, device=device),
+                torch.zeros(5, 3, dtype=dtype, device=device),
+            )
+            source[3, 1] = value
+            exceeds = torch.zeros(1, dtype=torch.int32, device=device)
+            add(target, None, source, None, limit if dtype is torch.float64 else float(one), exceeds)
+            assert int(exceeds) == expected
+
+
+def test_what_exceeds_stays_known(device: torch.device) -> None:
+    """Fails if add_kernel stores a 0 where nothing is too large."""
+    exceeds = torch.ones(1, dtype=torch.int32, device=device)
+    add_rows(torch.ones(2, 3, device=device), None, torch.ones(2, 3, device=device), None, 100.0, exceeds)
+    assert int(exceeds) == 1
 
 
 def test_first_rows_are_named_for_each_row() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nestpipe import Batch
-from nestpipe.embedding.embeddings import SequenceEmbedding
+from nestpipe.embedding.features import SequenceEmbedding
 from nestpipe.kernels.pooling import make_occurrences
 from nestpipe.ops.sampled_softmax import sampled_softmax
 from nestpipe.ops.sequences import Sequences

@@ -1,7 +1,7 @@
 """Steps that fail in an exchange, are interrupted, or are gone through in a way they cannot be.
 
-Fails if Executor.wait passes over what is done without looking whether it was done well, or if Step keeps the gradients
-that it has handed over.
+Fails if Executor.wait passes over what is done without looking whether it was done well, or if Stages.take_gradients
+leaves the gradients in the rows that it has handed over.
 """
 
 import time
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe import World
-from nestpipe.embedding.local_window import LocalWindow
+from nestpipe.embedding.exchange.local import LocalBatch
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, make_trainer
 from tests.schedules import OUTER
 
@@ -20,22 +20,22 @@ CASE = Case("adagrad", "shared", 2, steps=8)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "intra", "nested"])
-@pytest.mark.parametrize("stage", ["bring", "take"])
+@pytest.mark.parametrize("stage", ["send_rows", "return_gradients"])
 def test_an_exchange_that_fails(schedule: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the step is applied, and its own error is raised. Fails if Executor.wait passes over what is done
     without looking whether it was done well."""
     trainer = make_trainer(World(), replace(CASE, num_micro_batches=3, schedule=schedule))
     before = trainer.digest()
-    original = getattr(LocalWindow, stage)
+    original = getattr(LocalBatch, stage)
 
-    def fails(self: LocalWindow, micro_batch: int, *arguments) -> None:
+    def fails(self: LocalBatch, micro_batch: int, *arguments) -> None:
         if micro_batch == 1:
             raise MemoryError("no memory for this exchange")
-        if stage == "take":
+        if stage == "return_gradients":
             time.sleep(0.05)  # the failed one is done before it is waited for
         original(self, micro_batch, *arguments)
 
-    monkeypatch.setattr(LocalWindow, stage, fails)
+    monkeypatch.setattr(LocalBatch, stage, fails)
     with pytest.raises(MemoryError, match="no memory for this exchange"):
         trainer.fit(global_batches(2))
     monkeypatch.undo()

@@ -135,7 +135,7 @@ def test_save_in_the_middle(schedule: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("schedule", OUTER)
-def test_leaving_between_reduction_and_update_is_an_error(schedule: str) -> None:
+def test_leaving_between_commit_and_update_is_an_error(schedule: str) -> None:
     case = replace(CASE, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     reducer = nestpipe.DenseReducer(model, World())
@@ -148,7 +148,7 @@ def test_leaving_between_reduction_and_update_is_an_error(schedule: str) -> None
                 reducer.finish(step)
                 break
 
-    with pytest.raises(RuntimeError, match=r"step 0 was left between the dense reduction and update_rows\(\)"):
+    with pytest.raises(RuntimeError, match=r"step 0 was left between commit\(\) and update_rows\(\)"):
         leave()
 
 
@@ -172,8 +172,8 @@ def test_a_step_must_be_complete(schedule: str) -> None:
         forget()
 
 
-def test_stale_and_faults_need_an_overlap() -> None:
-    with pytest.raises(ValueError, match="stale rows and faults need one of the schedules inter"):
+def test_stale_rows_need_an_overlap() -> None:
+    with pytest.raises(ValueError, match="stale rows need one of the schedules inter"):
         nestpipe.pipeline(features_of(CASE), [], schedule="intra", stale=True)
 
 

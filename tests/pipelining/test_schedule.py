@@ -7,107 +7,116 @@ from itertools import islice
 
 import pytest
 
-from nestpipe.pipelining.schedule import COMPUTE, SCHEDULES, Op, operations
+from nestpipe.pipelining.schedule import SCHEDULES, Op, operations
+from nestpipe.pipelining.stage import COMPUTE
 
 SERIAL = """
-compute  prefetch 0
-compute  upload 0
-compute  route 0
-compute  retrieve 0
-compute  begin 0
-compute  bring 0.0
-compute  dense 0.0
-compute  take 0.0
-compute  bring 0.1
-compute  dense 0.1
-compute  take 0.1
-compute  reduce 0
-compute  update 0
-compute  write_back 0
-compute  prefetch 1
+compute   prefetch 0
+compute   upload 0
+compute   route 0
+compute   retrieve 0
+compute   begin 0
+compute   send_rows 0.0
+compute   dense 0.0
+compute   return_gradients 0.0
+compute   send_rows 0.1
+compute   dense 0.1
+compute   return_gradients 0.1
+compute   reduce 0               after return_gradients 0.0, return_gradients 0.1
+compute   commit 0
+compute   sum_gradients 0
+compute   update 0
+compute   write_back 0
+compute   prefetch 1
 """
 
 INTER = """
-input    prefetch 0
-upload   upload 0         after prefetch 0
-route    route 0          after upload 0
-host     retrieve 0       after route 0
-input    prefetch 1
-upload   upload 1         after prefetch 1
-route    route 1          after upload 1
-host     retrieve 1       after route 1
-compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
-compute  bring 0.0
-input    prefetch 2       after bring 0.0
-upload   upload 2         after prefetch 2
-route    route 2          after upload 2
-compute  dense 0.0
-compute  take 0.0
-compute  bring 0.1
-compute  dense 0.1
-compute  take 0.1
-compute  reduce 0
-compute  update 0
-compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
-host     write_back 0     after overlap_sync 0
-host     retrieve 2       after route 2
-compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
-compute  bring 1.0
-input    prefetch 3       after bring 1.0
-upload   upload 3         after prefetch 3
-route    route 3          after upload 3
+input     prefetch 0
+upload    upload 0               after prefetch 0
+route     route 0                after upload 0
+host      retrieve 0             after route 0
+input     prefetch 1
+upload    upload 1               after prefetch 1
+route     route 1                after upload 1
+host      retrieve 1             after route 1
+compute   begin 0                after prefetch 0, upload 0, route 0, retrieve 0
+compute   send_rows 0.0
+input     prefetch 2             after send_rows 0.0
+upload    upload 2               after prefetch 2
+route     route 2                after upload 2
+compute   dense 0.0
+compute   return_gradients 0.0
+compute   send_rows 0.1
+compute   dense 0.1
+compute   return_gradients 0.1
+compute   reduce 0               after return_gradients 0.0, return_gradients 0.1
+compute   commit 0
+compute   sum_gradients 0
+compute   update 0
+compute   overlap_sync 0         after prefetch 1, upload 1, route 1, retrieve 1
+host      write_back 0           after overlap_sync 0
+host      retrieve 2             after route 2
+compute   begin 1                after prefetch 1, upload 1, route 1, retrieve 1
+compute   send_rows 1.0
+input     prefetch 3             after send_rows 1.0
+upload    upload 3               after prefetch 3
+route     route 3                after upload 3
 """
 
 INTRA = """
-compute  prefetch 0
-compute  upload 0
-compute  route 0
-compute  retrieve 0
-compute  begin 0
-rows     bring 0.0        after begin 0
-rows     bring 0.1        after begin 0
-rows     bring 0.2        after begin 0
-compute  dense 0.0        after bring 0.0
-gradients take 0.0        after dense 0.0
-compute  dense 0.1        after bring 0.1
-gradients take 0.1        after dense 0.1
-compute  dense 0.2        after bring 0.2
-gradients take 0.2        after dense 0.2
-compute  reduce 0         after take 0.0, take 0.1, take 0.2
-compute  update 0
-compute  write_back 0
-compute  prefetch 1
+compute   prefetch 0
+compute   upload 0
+compute   route 0
+compute   retrieve 0
+compute   begin 0
+rows      send_rows 0.0          after begin 0
+rows      send_rows 0.1          after begin 0
+rows      send_rows 0.2          after begin 0
+compute   dense 0.0              after send_rows 0.0
+gradients return_gradients 0.0   after dense 0.0
+compute   dense 0.1              after send_rows 0.1
+gradients return_gradients 0.1   after dense 0.1
+compute   dense 0.2              after send_rows 0.2
+gradients return_gradients 0.2   after dense 0.2
+compute   reduce 0               after return_gradients 0.0, return_gradients 0.1, return_gradients 0.2
+compute   commit 0
+compute   sum_gradients 0
+compute   update 0
+compute   write_back 0
+compute   prefetch 1
 """
 
 NESTED = """
-input    prefetch 0
-upload   upload 0         after prefetch 0
-route    route 0          after upload 0
-host     retrieve 0       after route 0
-input    prefetch 1
-upload   upload 1         after prefetch 1
-route    route 1          after upload 1
-compute  begin 0          after prefetch 0, upload 0, route 0, retrieve 0
-rows     bring 0.0        after begin 0
-host     retrieve 1       after route 1
-input    prefetch 2       after bring 0.0
-upload   upload 2         after prefetch 2
-route    route 2          after upload 2
-rows     bring 0.1        after begin 0
-compute  dense 0.0        after bring 0.0
-gradients take 0.0        after dense 0.0
-compute  dense 0.1        after bring 0.1
-gradients take 0.1        after dense 0.1
-compute  reduce 0         after take 0.0, take 0.1
-compute  update 0
-compute  overlap_sync 0   after prefetch 1, upload 1, route 1, retrieve 1
-compute  begin 1          after prefetch 1, upload 1, route 1, retrieve 1
-rows     bring 1.0        after begin 1
-host     write_back 0     after overlap_sync 0, bring 1.0
-host     retrieve 2       after route 2
-input    prefetch 3       after bring 1.0
-upload   upload 3         after prefetch 3
-route    route 3          after upload 3
+input     prefetch 0
+upload    upload 0               after prefetch 0
+route     route 0                after upload 0
+host      retrieve 0             after route 0
+input     prefetch 1
+upload    upload 1               after prefetch 1
+route     route 1                after upload 1
+compute   begin 0                after prefetch 0, upload 0, route 0, retrieve 0
+rows      send_rows 0.0          after begin 0
+host      retrieve 1             after route 1
+input     prefetch 2             after send_rows 0.0
+upload    upload 2               after prefetch 2
+route     route 2                after upload 2
+rows      send_rows 0.1          after begin 0
+compute   dense 0.0              after send_rows 0.0
+gradients return_gradients 0.0   after dense 0.0
+compute   dense 0.1              after send_rows 0.1
+gradients return_gradients 0.1   after dense 0.1
+compute   reduce 0               after return_gradients 0.0, return_gradients 0.1
+compute   commit 0
+compute   sum_gradients 0
+compute   update 0
+compute   overlap_sync 0         after prefetch 1, upload 1, route 1, retrieve 1
+compute   begin 1                after prefetch 1, upload 1, route 1, retrieve 1
+rows      send_rows 1.0          after begin 1
+host      write_back 0           after overlap_sync 0, send_rows 1.0
+host      retrieve 2             after route 2
+input     prefetch 3             after send_rows 1.0
+upload    upload 3               after prefetch 3
+route     route 3                after upload 3
 """
 
 
@@ -117,7 +126,7 @@ def drawn(op: Op) -> str:
 
     what = name(*op.name)
     after = f"after {', '.join(name(*waited) for waited in op.waits_for)}" if op.waits_for else ""
-    return f"{op.lane:<8} {what:<{26 - max(len(op.lane) + 1, 9)}}{after}".rstrip()
+    return f"{op.lane:<9} {what:<22} {after}".rstrip()
 
 
 TABLES = [("serial", 2, SERIAL), ("inter", 2, INTER), ("intra", 3, INTRA), ("nested", 2, NESTED)]
@@ -144,10 +153,12 @@ def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
         "upload",
         "route",
         "retrieve",
-        "bring",
+        "send_rows",
         "dense",
-        "take",
+        "return_gradients",
         "reduce",
+        "commit",
+        "sum_gradients",
         "update",
         "write_back",
     }
@@ -158,9 +169,9 @@ def test_a_run_of_so_many_steps_waits_before_it_pulls_more() -> None:
     assert [op.waits_for for op in pulls[:5]] == [
         (),
         (),
-        (("bring", 0, 0),),
-        (("bring", 1, 0), ("route", 2, -1)),
-        (("bring", 2, 0), ("route", 3, -1)),
+        (("send_rows", 0, 0),),
+        (("send_rows", 1, 0), ("route", 2, -1)),
+        (("send_rows", 2, 0), ("route", 3, -1)),
     ]
 
 

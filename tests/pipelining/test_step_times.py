@@ -9,7 +9,8 @@ from itertools import chain
 import pytest
 
 from nestpipe import World
-from nestpipe.pipelining.step_times import BUSY, KEPT_STEPS, MOST_BLOCKS, STAGES, StepLog, StepTimes
+from nestpipe.pipelining.stage import BUSY, STAGES
+from nestpipe.pipelining.step_times import KEPT_STEPS, MOST_BLOCKS, StepLog, StepTimes
 from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.train.summary import STEP_FIELDS, counted, step_value, summarise
 from nestpipe.train.trainer import FitResult

@@ -24,7 +24,9 @@ def test_two_lanes_at_once_are_busy_once() -> None:
             together.wait()
 
     begin = time.perf_counter()
-    lanes = [threading.Thread(target=work, args=of) for of in (("bring", "rows"), ("take", "gradients"))]
+    lanes = [
+        threading.Thread(target=work, args=of) for of in (("send_rows", "rows"), ("return_gradients", "gradients"))
+    ]
     for lane in lanes:
         lane.start()
     for lane in lanes:
@@ -108,7 +110,7 @@ def test_spans_of_a_device_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     with trace.span("update"):
         compute.enqueue(30)
     current = rows
-    with trace.lane_span(Op("bring", "rows", 0, 1)):
+    with trace.lane_span(Op("send_rows", "rows", 0, 1)):
         rows.enqueue(40)
     current = compute
     trace.end_step(4)
@@ -119,11 +121,11 @@ def test_spans_of_a_device_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     assert {stage: (span.lane, span.batch, span.micro_batch) for stage, span in by_stage.items()} == {
         "dense": ("compute", 0, 0),
         "update": ("compute", 0, -1),
-        "bring": ("rows", 0, 1),
+        "send_rows": ("rows", 0, 1),
     }
     lasted_ms = {stage: (span.end_ns - span.begin_ns) / 1e6 for stage, span in by_stage.items()}
-    assert lasted_ms == pytest.approx({"dense": 60, "update": 30, "bring": 40}, abs=0.01)
+    assert lasted_ms == pytest.approx({"dense": 60, "update": 30, "send_rows": 40}, abs=0.01)
     began_ms = {stage: (span.begin_ns - began_ns) / 1e6 for stage, span in by_stage.items()}
-    assert began_ms == pytest.approx({"dense": 0, "update": 60, "bring": 0}, abs=0.02)
+    assert began_ms == pytest.approx({"dense": 0, "update": 60, "send_rows": 0}, abs=0.02)
     (step,) = trace.steps
     assert step.stages["dense"] == pytest.approx(60, abs=0.01)

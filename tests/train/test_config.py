@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.device.streams import default_device
-from nestpipe.pipelining.pipeline import SCHEDULES
+from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.train.config import (
     CheckpointSection,
     Config,

@@ -1,7 +1,7 @@
 """Evaluation sees the rows as they are, leaves no trace, and counts what was never trained.
 
-Fails, for example, if Reading writes its buffers back, if evaluate forgets to put the model back into training mode, or
-if it divides by the weight of its own rank's samples.
+Fails, for example, if Reading writes its resident rows back, if evaluate forgets to put the model back into training
+mode, or if it divides by the weight of its own rank's samples.
 """
 
 from itertools import islice

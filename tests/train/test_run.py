@@ -49,7 +49,7 @@ def test_the_report_has_the_memory_formula_and_the_peak() -> None:
     wide = ("model.dim=32", "train.batch_size=100")
     summary = run_small(*wide, "train.steps=6", "memory.device_budget_bytes=1000000000")
     memory = summary["device_memory"]
-    terms = ("buffers", "slots", "rows", "leaves", "gradients", "exchange")
+    terms = ("records", "lists", "kept_rows", "rows", "gradients", "messages")
     assert memory["formula_bytes"] == sum(memory[f"{term}_bytes"] for term in terms)
     assert 0.85 < memory["formula_bytes"] / memory["peak_bytes"] < 1.15
     assert memory["whole_device_peak_bytes"] is None
@@ -61,7 +61,7 @@ def test_the_report_has_the_memory_formula_and_the_peak() -> None:
 
 
 def test_a_budget_that_is_too_small() -> None:
-    with pytest.raises(ValueError, match=r"memory.device_budget_bytes, 0.00 MB: .* MB = .* buffers \(2 x 1.25 x owned"):
+    with pytest.raises(ValueError, match=r"memory.device_budget_bytes, 0.00 MB: .* MB = .* records \(2 x 1.25 x owned"):
         run_small("train.steps=4", "memory.device_budget_bytes=1000")
 
 

@@ -104,7 +104,7 @@ def write_logs(folder: Path, second: bytes, name: str = "") -> Path:
     return path
 
 
-PACKED = gzip.compress(b"user_id,video_id,time_ms\n" + b"".join(b"%d,2,3\n" % (n * n) for n in range(9000)))
+PACKED = gzip.compress(b"user_id,video_id,time_ms\n" + b"".join(b"%d,2,3\n" % (n * n) for n in range(9000)), mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_bad_logs(content: bytes, text: str, tmp_path: Path) -> None:
 def test_a_truncated_gzip_cannot_be_skipped(cut: int, tmp_path: Path) -> None:
     """Nor does a bad line before its end hide it."""
     lines = b"1::2::3::x\n" + b"1::2::3::4\n" * 90_000
-    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(lines)[:-cut])
+    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(lines, mtime=0)[:-cut])
     with pytest.raises(ValueError, match=r"ratings\.dat\.gz line \d+: the gzip file ends in the middle"):
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=True)
 
@@ -143,7 +143,7 @@ def test_a_truncated_gzip_cannot_be_skipped(cut: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_lines", [50, 20_000])
 def test_truncated_clicks(num_lines: int, skip_bad: bool, tmp_path: Path) -> None:
     lines = "".join(line(keys=(f"{number:08x}", *("",) * 25)) + "\n" for number in range(num_lines))
-    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(lines.encode())[:-20])
+    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(lines.encode(), mtime=0)[:-20])
     with pytest.raises(ValueError, match=r"train\.txt\.gz line \d+: the gzip file ends in the middle"):
         prepare("criteo", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
     assert not (tmp_path / "dst").exists()
@@ -252,7 +252,7 @@ def test_other_line_ends(end: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("after", [b"\0" * 100, b"other bytes"])
 def test_bytes_after_gzip_data(after: bytes, skip_bad: bool, tmp_path: Path) -> None:
-    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(LINES) + after)
+    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(LINES, mtime=0) + after)
     with pytest.raises(
         ValueError, match=r"ratings\.dat\.gz.*: .*(no gzip data follow|Not a gzipped file).*; get the file"
     ):

@@ -40,7 +40,7 @@ def test_generated_terabyte_with_packed_days(tmp_path: Path) -> None:
     files = generate("criteo", tmp_path / "src", 24 * 40 + 5, variant="terabyte")
     for number in (1, 23):
         packed = files[number].with_suffix(".gz")
-        packed.write_bytes(gzip.compress(files[number].read_bytes()))
+        packed.write_bytes(gzip.compress(files[number].read_bytes(), mtime=0))
         files[number].unlink()
         files[number] = packed
     manifest = prepare("criteo", tmp_path / "src", tmp_path / "dst")

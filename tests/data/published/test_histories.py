@@ -75,7 +75,7 @@ def test_generated_kuairand(variant: str, tmp_path: Path) -> None:
 def test_generated_movielens(variant: str, packed: bool, tmp_path: Path) -> None:
     (file,) = generate("movielens", tmp_path / "src", 5_000, variant=variant)
     if packed:
-        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
         file.unlink()
     manifest, histories = prepared("movielens", file.parent if packed else tmp_path / "src", tmp_path / "dst")
     (file,) = file.parent.glob("ratings*")

@@ -15,7 +15,7 @@ from nestpipe.data.published.prepare import prepare
 from tests.data.published.test_clicks import line
 
 RATINGS = b"".join(b"%d::%d::5::%d\n" % (n * n % 97, n * 7 % 13, n) for n in range(3000))
-PACKED = gzip.compress(RATINGS)
+PACKED = gzip.compress(RATINGS, mtime=0)
 LOG_HEADER = b"user_id,video_id,time_ms\n"
 
 
@@ -27,7 +27,7 @@ def flipped(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
 
 
-STORED = gzip.compress(RATINGS, 0)
+STORED = gzip.compress(RATINGS, 0, mtime=0)
 DAMAGED = {
     "digit": changed(STORED, STORED.index(b"::5::7\n") + 2, b"4"),
     "sum": flipped(PACKED, len(PACKED) - 6),
@@ -54,7 +54,7 @@ def test_damaged_clicks_and_logs(tmp_path: Path) -> None:
     (tmp_path / "train.txt.gz").write_bytes(flipped(clicks, len(clicks) - 6))
     with pytest.raises(ValueError, match=r"train\.txt\.gz: the gzip file is damaged"):
         prepare("criteo", tmp_path, tmp_path / "dst")
-    first, second = (gzip.compress(LOG_HEADER + b"1,2,3\n" * 400) for _ in range(2))
+    first, second = (gzip.compress(LOG_HEADER + b"1,2,3\n" * 400, mtime=0) for _ in range(2))
     (tmp_path / f"{standard_logs('pure')[0]}.gz").write_bytes(first)
     (tmp_path / f"{standard_logs('pure')[1]}.gz").write_bytes(flipped(second, len(second) - 6))
     with pytest.raises(ValueError, match=rf"{standard_logs('pure')[1]}\.gz: the gzip file is damaged"):
@@ -64,7 +64,9 @@ def test_damaged_clicks_and_logs(tmp_path: Path) -> None:
 def test_a_gzip_file_of_parts_and_of_many_equal_bytes(tmp_path: Path) -> None:
     """More comes out than fits into one block."""
     many = b"1::2::" + b"5" * 1_900_000 + b"::4\n"
-    (tmp_path / "ratings.dat.gz").write_bytes(PACKED + gzip.compress(many * 3) + gzip.compress(b"") + PACKED)
+    (tmp_path / "ratings.dat.gz").write_bytes(
+        PACKED + gzip.compress(many * 3, mtime=0) + gzip.compress(b"", mtime=0) + PACKED
+    )
     assert prepare("movielens", tmp_path, tmp_path / "dst").counts["events"] == 6003
 
 
@@ -84,12 +86,12 @@ def files_of(data_format: str, one: bytes) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("data_format", "one"),
     [
-        ("movielens", gzip.compress(b"")),
+        ("movielens", gzip.compress(b"", mtime=0)),
         ("movielens", b"\n\n"),
         ("movielens", ONLY_A_HEADER["movielens"]),
         ("kuairand", ONLY_A_HEADER["kuairand"]),
-        ("kuairand", gzip.compress(ONLY_A_HEADER["kuairand"] + b"\n")),
-        ("criteo", gzip.compress(b"")),
+        ("kuairand", gzip.compress(ONLY_A_HEADER["kuairand"] + b"\n", mtime=0)),
+        ("criteo", gzip.compress(b"", mtime=0)),
         ("criteo", b"\n"),
     ],
     ids=range(7),

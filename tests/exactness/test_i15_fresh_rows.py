@@ -1,7 +1,7 @@
-"""I15: the leaf of a micro-batch is memory of its own, never a view of what something else reads or writes.
+"""I15: the rows of a micro-batch are memory of their own, never a view of what something else reads or writes.
 
-Fails if RequesterTable.gather (window once, several micro-batches), or LocalTable.bring in a world of one, keeps the
-rows themselves as the leaf instead of a gather of them when all are used.
+Fails if _Requester.gather makes `self._kept` itself the rows of a micro-batch that uses all of them, or if
+LocalBatch._gather returns `resident.frozen_rows` where `places` is None.
 """
 
 import pytest
@@ -22,8 +22,8 @@ def batches_of(steps: int) -> list[Batch]:
     return batches
 
 
-def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool) -> list[str]:
-    """Trains; a model that ruins its leaf after its backward ruins nothing else. Returns the rows, as text."""
+def spoil_rows(world: World, schedule: str, way: tuple[int, str], spoil: bool) -> list[str]:
+    """Trains; a model that ruins its rows after its backward ruins nothing else. Returns the store's, as text."""
     num_micro_batches, window = way
     case = Case("sgd", "shared", num_micro_batches, window, steps=4, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
@@ -32,8 +32,8 @@ def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool)
             for micro_batch in step:
                 (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
                 if spoil:
-                    for leaf in micro_batch.leaves.values():
-                        leaf.data.fill_(1e6)
+                    for rows in micro_batch.rows:
+                        rows.data.fill_(1e6)
             step.update_rows()
     piece = pipeline.store.export_piece("item", 0, 65536)
     return [str(row) for row in piece.records.tolist()]
@@ -42,5 +42,5 @@ def spoil_leaves(world: World, schedule: str, way: tuple[int, str], spoil: bool)
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_leaves_are_nobody_elses(schedule: str, size: int, way: tuple[int, str]) -> None:
-    assert on_ranks(size, spoil_leaves, schedule, way, True) == on_ranks(size, spoil_leaves, "serial", way, False)
+def test_rows_are_nobody_elses(schedule: str, size: int, way: tuple[int, str]) -> None:
+    assert on_ranks(size, spoil_rows, schedule, way, True) == on_ranks(size, spoil_rows, "serial", way, False)

@@ -1,8 +1,8 @@
 """What a batch sends to other ranks, to the byte, recomputed from the same batches.
 
-Send-once: whatever the number of micro-batches, the bytes of the unsplit batch. Fails if Plan.of brings a row with
-every micro-batch that uses it in window "once". Resend: the distinct keys of other ranks in each micro-batch, added up.
-Fails if Plan.of leaves out, in window "resend", rows that an earlier micro-batch has brought.
+Send-once: whatever the number of micro-batches, the bytes of the unsplit batch. Fails if plan._lists lists a row in
+"all" micro-batches that use it in window "once". Resend: the distinct keys of other ranks in each micro-batch, added
+up. Fails if plan._lists lists only the "first" of them in window "resend".
 """
 
 from dataclasses import replace
@@ -11,7 +11,8 @@ import pytest
 
 from nestpipe import Batch, World
 from nestpipe.data.cluster import Clustering
-from nestpipe.embedding.request import make_request
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.group import group_features
 from nestpipe.store import group_by_owner, unique
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, share_of
 from tests.ranks import run_ranks
@@ -38,8 +39,9 @@ def parts_of(world: World, batch: Batch, case: Case) -> list[Batch]:
     """As the product clusters it: found out by a number for each sample that travels as an input."""
     numbered = Batch(batch.keys, {"label": batch.inputs["label"].new_tensor(range(len(batch)))})
     clustering = Clustering(case.method)
-    request = make_request(features_of(case), numbered, case.num_micro_batches, world.size, 1, clustering)
-    return [batch[inputs["label"].long()] for inputs in request.inputs]
+    features = group_features(features_of(case))
+    deduped = dedup_batch(features, numbered, case.num_micro_batches, world.size, 1, clustering)
+    return [batch[inputs["label"].long()] for inputs in deduped.inputs]
 
 
 def bytes_of(world: World, case: Case) -> tuple[int, int, int, int]:

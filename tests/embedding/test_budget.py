@@ -1,7 +1,7 @@
 """The formula of device memory: against what runs really hold, against numbers worked out by hand, and as a limit.
 
-Fails, for example, if _AmongRanks.all leaves out the micro-batches that are brought ahead, or DeviceMemory._buffers the
-row state.
+Fails, for example, if _AmongRanks.moments leaves out the micro-batches whose rows are sent ahead, or
+DeviceBudget._records the row state.
 """
 
 import pytest
@@ -95,12 +95,12 @@ def test_terms_by_hand() -> None:
     result = trainer.fit([Batch({"items": Jagged.from_lists([[0, 1], [1, 2]])})])
     assert result.device_bytes is not None
     assert result.device_bytes.terms == {
-        "buffers": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys is none
-        "slots": 2 * 2 * (2 * 8 + 2 * 8 + 2 * 8),  # 2 batches of 2 micro-batches: positions, occurrences, offsets
-        "rows": 0,
-        "leaves": 2 * 4 * 4,  # nothing travels, so none is brought ahead
+        "records": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys is none
+        "lists": 2 * 2 * (2 * 8 + 2 * 1 + 2 * 8 + 2 * 8),  # 2 batches of 2 parts: positions, firsts, index, offsets
+        "kept_rows": 0,
+        "rows": 2 * 4 * 4,  # nothing travels, so none is sent ahead
         "gradients": (3 + 2) * 4 * 4,
-        "exchange": 0,
+        "messages": 0,
     }
 
 
@@ -116,16 +116,16 @@ def terms_among_ranks(world: World) -> tuple[dict[str, int], int, int]:
 
 
 def test_terms_among_ranks_by_hand() -> None:
-    """Fails if _AmongRanks leaves out the slots' gradients."""
+    """Fails if _AmongRanks leaves out the gradients of entries."""
     row = DIM * 4
     for terms, num_owned, num_owned_last in run_ranks(2, terms_among_ranks):
-        assert terms["buffers"] == 2 * (num_owned + num_owned // 4) * 2 * row
-        assert terms["rows"] == 15 * row
-        assert terms["leaves"] == 20 * row  # of both micro-batches, while the first is returned
+        assert terms["records"] == 2 * (num_owned + num_owned // 4) * 2 * row
+        assert terms["kept_rows"] == 15 * row
+        assert terms["rows"] == 20 * row  # of both micro-batches, while the first is returned
         assert terms["gradients"] == (10 + 15 + 2 * num_owned) * row  # its own, summed here, of both ranks at the owner
         own = num_owned - num_owned_last  # of the keys 0 .. 4
         assert own + 5 >= num_owned_last, "else more is held while the second is returned"
-        assert terms["exchange"] == ((5 - own) + own + own) * row  # sent, received, and to itself
+        assert terms["messages"] == ((5 - own) + own) * row  # sent, and received; its own are in no message
 
 
 def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int, int, int]:
@@ -148,12 +148,12 @@ def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 @pytest.mark.parametrize(("size", "large_rank"), [(1, 0), (2, 1)])
 def test_too_large_a_batch_is_refused_on_every_rank(schedule: str, size: int, large_rank: int) -> None:
-    """Fails if Stages._check_memory does not tell other ranks, or checks after the rows were retrieved."""
+    """Fails if Stages._check_budget does not tell other ranks, or checks after the rows were retrieved."""
     for rank, (first, third, *steps) in enumerate(on_ranks(size, refused, schedule, large_rank)):
         for text in (first, third):
             assert ("rank 1 failed: ValueError: a batch with" in text) == (rank != large_rank)
             assert "device_budget_bytes, 14.00 MB:" in text
-            assert "buffers (2 x 1.25 x owned keys x (row + row state)) +" in text
+            assert "records (2 x 1.25 x owned keys x (row + row state)) +" in text
             assert "Take a smaller batch" in text
         assert steps == [0, 2, 3]
 

@@ -1,0 +1,247 @@
+"""`bench scale`: the host's work for one rank's step, in worlds of up to 1,536 ranks and with up to 200 tables.
+
+One rank does its own work; the others are emulated by a channel that answers with what was sent, arranged so that every
+owned key is asked for by two ranks. A rank has the same number of distinct keys in every case, so what grows is what
+depends on ranks and tables. The channel's own time does not count. One thread.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestpipe.bench.pairs import spread
+from nestpipe.bench.report import Record
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.distributed import Channel
+from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.exchange.distributed import DistributedExchange
+from nestpipe.embedding.group import FeatureGroups, group_features
+from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.resident import RecordMemory
+from nestpipe.embedding.table import Feature, Pooled, Table
+
+DIM = 64
+SEED = 1
+NUM_KEYS = 40_000
+"""distinct keys of a rank's batch"""
+NUM_SAMPLES = 400
+USES_A_KEY = 2
+"""occurrences of each key in the batch"""
+RANKS = (2, 16, 128, 1024, 1536)
+TABLES = (1, 26, 200)
+MICRO_BATCHES = (1, 8)
+NUM_ROUNDS = 21
+STAGES = ("dedup", "route", "plan", "send", "return", "sums")
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    tables: int
+    num_micro_batches: int
+
+
+class EchoChannel:
+    """Answers with what was sent. Ranks 2 i and 2 i + 1 ask this rank for the keys that it asks rank 2 i for."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seconds = 0.0
+        """spent in here"""
+        self.own_keys = torch.empty(0, dtype=torch.uint8)
+        """message of the keys that this rank owns itself, which it does not send"""
+        self._pairs = torch.arange(size) // 2 * 2
+
+    def all_to_all_equal(self, parts: Tensor) -> Tensor:
+        began = time.perf_counter()
+        received = parts[self._pairs]
+        self.seconds += time.perf_counter() - began
+        return received
+
+    def all_to_all(
+        self,
+        message: Tensor,
+        send_bytes: list[int],
+        received: Tensor,
+        receive_bytes: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        began = time.perf_counter()
+        parts = list(message.split(send_bytes))
+        parts[0] = self.own_keys
+        torch.cat([parts[pair] for pair in self._pairs[1:].tolist()], out=received)
+        self.seconds += time.perf_counter() - began
+        meanwhile()
+
+    def raise_agreed(self, error: Exception | None, failed: list[int]) -> NoReturn:
+        raise RuntimeError(f"ranks {failed} failed: {error}")
+
+
+class RowChannel(EchoChannel):
+    """Answers with what was sent, as far as it goes: which rows arrive does not matter."""
+
+    def all_to_all(
+        self,
+        message: Tensor,
+        send_bytes: list[int],
+        received: Tensor,
+        receive_bytes: list[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        began = time.perf_counter()
+        size = min(len(message), len(received))
+        received[:size] = message[:size]
+        received[size:] = 0
+        self.seconds += time.perf_counter() - began
+        meanwhile()
+
+
+def make_features(num_tables: int) -> dict[str, Feature]:
+    tables = [Table(f"table{t:03}", DIM) for t in range(num_tables)]
+    return {table.name: Pooled(table) for table in tables}
+
+
+def make_batch(num_tables: int, num_keys: int) -> Batch:
+    """Each table has an equal share of the distinct keys, each of which occurs in two samples."""
+    generator = torch.Generator().manual_seed(SEED)
+    keys = {}
+    for t, share in enumerate(torch.arange(num_keys).tensor_split(num_tables)):
+        distinct = share * 7919 + t
+        values = distinct.repeat(USES_A_KEY)[torch.randperm(USES_A_KEY * len(share), generator=generator)]
+        offsets = torch.linspace(0, len(values), NUM_SAMPLES + 1, dtype=torch.float64).round().long()
+        keys[f"table{t:03}"] = Jagged(values, offsets)
+    return Batch(keys)
+
+
+class Rank:
+    """One rank's step in a world of this size, up to the sums of gradients."""
+
+    def __init__(self, case: Case, features: FeatureGroups, batch: Batch) -> None:
+        self.case = case
+        self._features = features
+        self._batch = batch
+        self._channel = EchoChannel(case.ranks)
+        self._memory = memory_on(torch.device("cpu"))
+        self._rows = RowChannel(case.ranks)
+        channels = cast(Channel, self._channel), cast(Channel, self._rows), cast(Channel, self._rows)
+        self._exchange = DistributedExchange(*channels, self._memory)
+        keys = self._dedup()
+        self._channel.own_keys = _own_message(keys)
+        route = self._exchange.route(keys, features)
+        assert route is not None
+        owned = route.owned[0]
+        assert 2 * len(owned.keys) == len(owned.slots), "every owned key is asked for by two ranks"
+        self._resident = [RecordMemory(self._memory).reserve(group) for group in route.owned]
+        for rows in self._resident:
+            rows.records.normal_()
+        sizes = [keys.groups[0].num_rows(i) for i in range(case.num_micro_batches)]
+        self._gradients = [torch.randn(size, DIM) for size in sizes]
+
+    def _dedup(self) -> BatchDedup:
+        return dedup_batch(self._features, self._batch, self.case.num_micro_batches, self.case.ranks, 1, GIVEN_ORDER)
+
+    def step(self) -> dict[str, float]:
+        """Returns milliseconds by stage."""
+        times: dict[str, float] = {}
+        self._channels = self._channel, self._rows
+        micro_batches = range(self.case.num_micro_batches)
+        with _Timed(times, "dedup", self._channels):
+            keys = self._dedup()
+        with _Timed(times, "route", self._channels):
+            route = self._exchange.route(keys, self._features)
+        assert route is not None
+        with _Timed(times, "plan", self._channels):
+            plan = self._exchange.plan(route, "once")
+        with _Timed(times, "send", self._channels):
+            opened = self._exchange.open(route, plan, self._resident)
+            for i in micro_batches:
+                opened.send_rows(i)
+                opened.rows(i)
+        with _Timed(times, "return", self._channels):
+            for i in micro_batches:
+                opened.return_gradients(i, [self._gradients[i]])
+        with _Timed(times, "sums", self._channels):
+            opened.sum_gradients()
+        return times
+
+
+def _own_message(batch: BatchDedup) -> Tensor:
+    """The keys that rank 0 owns itself, as a message would have them."""
+    group = batch.groups[0]
+    own = slice(int(group.counts[0].sum()))
+    return torch.cat([group.keys[own].view(torch.uint8), group.uses[own].flatten()])
+
+
+class _Timed:
+    """Measures a block, without the time that the channel takes."""
+
+    def __init__(self, times: dict[str, float], name: str, channels: Sequence[EchoChannel]) -> None:
+        self._times, self._name, self._channels = times, name, channels
+
+    def __enter__(self) -> None:
+        for channel in self._channels:
+            channel.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.perf_counter() - self._began - sum(channel.seconds for channel in self._channels)
+        self._times[self._name] = seconds * 1e3
+
+
+def records(quick: bool) -> Iterator[Record]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _records(quick)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _records(quick: bool) -> Iterator[Record]:
+    ranks, tables, num_keys = (RANKS, TABLES, NUM_KEYS) if not quick else ((2, 16, 1536), (1, 200), 4_000)
+    batches = {t: make_batch(t, num_keys) for t in tables}
+    features = {t: group_features(make_features(t)) for t in tables}
+    cases = [Case(r, t, n) for n in MICRO_BATCHES for t in tables for r in ranks]
+    made = {case: Rank(case, features[case.tables], batches[case.tables]) for case in cases}
+    rounds: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range((2 if quick else NUM_ROUNDS) + 1):  # the first round warms up
+        for case in cases if number % 2 == 0 else cases[::-1]:
+            times = made[case].step()
+            if number > 0:
+                rounds[case].append(times)
+    for case in cases:
+        yield _record(case, rounds, num_keys)
+
+
+def _record(case: Case, rounds: dict[Case, list[dict[str, float]]], num_keys: int) -> Record:
+    totals = {c: [sum(times.values()) for times in of_case] for c, of_case in rounds.items()}
+    record: dict[str, float] = {
+        "ranks": case.ranks,
+        "tables": case.tables,
+        "num_micro_batches": case.num_micro_batches,
+        "threads": 1,
+        "dim": DIM,
+        "num_keys": num_keys,
+        "seed": SEED,
+        "host_ms": statistics.median(totals[case]),
+    }
+    for stage in STAGES:
+        record[f"{stage}_ms"] = statistics.median(times[stage] for times in rounds[case])
+    if case.ranks == max(RANKS):
+        record |= spread("host_growth", _ratios(totals, case, Case(16, case.tables, case.num_micro_batches)))
+    if case.ranks == 16 and case.tables == max(TABLES):
+        record |= spread("table_growth", _ratios(totals, case, Case(16, 1, case.num_micro_batches)))
+    return record
+
+
+def _ratios(totals: dict[Case, list[float]], case: Case, base: Case) -> list[float]:
+    return [float(ratio) for ratio in np.array(totals[case]) / np.array(totals[base])]

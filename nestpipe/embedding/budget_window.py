@@ -1,0 +1,108 @@
+"""What the exchanges of a batch hold, in bytes, at each moment: rows out, gradients back, the owner's sum.
+
+It follows exchange/local.py and exchange/distributed.py. The caller of a step holds the rows of a micro-batch until it
+is given the next one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.route import Route
+
+
+@dataclass(frozen=True)
+class Moment:
+    kept_rows: int = 0
+    rows: int = 0
+    gradients: int = 0
+    messages: int = 0
+    in_host: int = 0
+    """messages in pinned host memory, not part of the total"""
+
+    @property
+    def total(self) -> int:
+        return self.kept_rows + self.rows + self.gradients + self.messages
+
+
+def widest(route: Route, plan: Plan | None, is_windowed: bool, is_staged: bool) -> Moment:
+    """Returns the moment of a batch at which its exchanges hold most.
+
+    is_windowed: exchanges run while the dense part does. is_staged: their messages are in host memory.
+    """
+    rows = _RowBytes(route.batch)
+    if plan is None:
+        return max(_alone(rows), key=lambda moment: moment.total)
+    among = _AmongRanks(rows, route, plan, is_windowed, is_staged)
+    return replace(max(among.moments(), key=lambda moment: moment.total), in_host=among.in_host)
+
+
+class _RowBytes:
+    """Bytes of the rows of each micro-batch, and of the gradients of those that are trained."""
+
+    def __init__(self, batch: BatchDedup) -> None:
+        trained = [group for group in batch.groups if not group.group.frozen]
+        micro_batches = range(batch.num_micro_batches)
+        self.rows = [sum(g.num_rows(i) * g.group.row_bytes for g in batch.groups) for i in micro_batches]
+        self.gradients = [sum(g.num_rows(i) * g.group.row_bytes for g in trained) for i in micro_batches]
+        self.distinct = sum(len(g.keys) * g.group.row_bytes for g in batch.groups)
+        self.distinct_trained = sum(len(g.keys) * g.group.row_bytes for g in trained)
+
+
+def _alone(rows: _RowBytes) -> Iterator[Moment]:
+    """In a world of one: the rows of a micro-batch, and gradients summed once for all."""
+    num_micro_batches = len(rows.rows)
+    summed = rows.distinct_trained if num_micro_batches > 1 else 0
+    for i in range(num_micro_batches):
+        yield Moment(rows=rows.rows[i], gradients=summed + rows.gradients[i])
+        if i > 0:
+            yield Moment(rows=rows.rows[i - 1] + rows.rows[i], gradients=summed)
+
+
+class _AmongRanks:
+    def __init__(self, rows: _RowBytes, route: Route, plan: Plan, is_windowed: bool, is_staged: bool) -> None:
+        self._rows = rows
+        self._plan = plan
+        self._is_windowed = is_windowed
+        self._is_staged = is_staged
+        trained = [group for group in plan.groups if not group.group.frozen]
+        self._entries = sum(group.num_entries * group.group.row_bytes for group in trained)
+        self._owned = sum(len(o.keys) * o.group.row_bytes for o in route.owned if not o.group.frozen)
+        self._resent = [0] * len(rows.rows)
+        if plan.window == "resend":
+            for i in range(len(rows.rows)):
+                arriving = (g.gradients_in.num_others(i) + g.gradients_in.num_own(i) for g in trained)
+                widths = (g.group.row_bytes for g in trained)
+                self._resent[i] = rows.distinct_trained + sum(n * w for n, w in zip(arriving, widths, strict=True))
+
+    def moments(self) -> Iterator[Moment]:
+        rows, last = self._rows, len(self._rows.rows) - 1
+        kept, summed = (rows.distinct, rows.distinct_trained) if last > 0 else (0, 0)
+        for i in range(last + 1):
+            earlier = sum(rows.rows[:i]) if self._is_windowed else rows.rows[i - 1] if i > 0 else 0
+            so_far = summed + self._entries if i > 0 and not self._is_windowed else 0
+            yield Moment(kept, earlier + rows.rows[i], so_far, self._messages(self._row_messages(i)))
+            returned = summed + rows.gradients[i] + self._entries + self._resent[i]
+            live = sum(rows.rows[i:]) if self._is_windowed else rows.rows[i]  # rows sent ahead are there too
+            yield Moment(kept, live, returned, self._messages(self._gradient_messages(i)))
+        yield Moment(kept, rows.rows[last], summed + self._entries + self._owned)
+
+    @property
+    def in_host(self) -> int:
+        """Rows of two micro-batches that are sent, of one that arrive, and its gradients both ways."""
+        if not self._is_staged:
+            return 0
+        micro_batches = range(len(self._rows.rows))
+        following = [*(self._plan.rows_out.num_bytes[i] for i in micro_batches[1:]), 0]
+        rows = max(self._row_messages(i) + following[i] for i in micro_batches)
+        return rows + max(self._gradient_messages(i) for i in micro_batches)
+
+    def _row_messages(self, i: int) -> int:
+        return self._plan.rows_out.num_bytes[i] + self._plan.rows_in.num_bytes[i]
+
+    def _gradient_messages(self, i: int) -> int:
+        return self._plan.gradients_out.num_bytes[i] + self._plan.gradients_in.num_bytes[i]
+
+    def _messages(self, num_bytes: int) -> int:
+        return 0 if self._is_staged else num_bytes

@@ -1,0 +1,82 @@
+"""Rows from owners to requesters, and their gradients back: one interface, with and without other ranks.
+
+No row changes between its sending and the arrival of the batch's gradient for it. The gradients of a row are added in a
+fixed order: a requester's micro-batches 0, 1, ..., then the requesters in order of rank.
+
+A requester checks its own sums: one that is not finite, or so large that the sum over all ranks might not be, is told
+to all ranks before the step counts. Owners check nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.distributed import Channel
+from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.resident import ResidentRows
+from nestpipe.embedding.route import Route
+
+
+class BatchExchange(Protocol):
+    """The exchanges of one batch. All lists are by table group."""
+
+    row_bytes: int
+    """bytes of rows sent to other ranks"""
+    gradient_bytes: int
+    """bytes of gradients sent to other ranks"""
+    exceeds: Tensor
+    """one int32: not 0 if a sum of this requester is not finite or too large"""
+
+    def send_rows(self, micro_batch: int) -> None:
+        """Sends the rows that a micro-batch needs from owners to requesters."""
+
+    def rows(self, micro_batch: int) -> list[Tensor]:
+        """Returns the rows of a micro-batch, once they were sent, in memory of their own. Each is asked for once."""
+
+    def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""
+
+    def sum_gradients(self) -> list[Tensor | None]:
+        """Adds up what all ranks returned, by slot. None for a frozen group."""
+
+
+class Exchange(Protocol):
+    """Opens the exchanges of batches."""
+
+    size: int
+    """number of ranks"""
+
+    def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
+        """Tells owners which keys the batch needs. Returns None at the end of data; raises an error on all ranks."""
+
+    def plan(self, route: Route, window: str) -> Plan | None:
+        """Plans what travels with which micro-batch; None if nothing travels."""
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on all ranks if any of them has an error."""
+
+    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows]) -> BatchExchange:
+        """Opens the exchanges of a batch whose rows are resident."""
+
+
+def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Memory) -> Exchange:
+    """Returns the exchange of a world: the one place that asks whether there is another rank."""
+    from nestpipe.embedding.exchange.distributed import DistributedExchange
+    from nestpipe.embedding.exchange.local import LocalExchange
+
+    return LocalExchange(memory) if route.size == 1 else DistributedExchange(route, rows, gradients, memory)
+
+
+def sum_limit(dtype: torch.dtype, world_size: int) -> float:
+    """Returns the largest magnitude of a requester's sum that leaves the sum over all ranks finite."""
+    return torch.finfo(dtype).max / (2 * world_size)
+
+
+def trained(rows: Tensor, is_trained: bool) -> Tensor:
+    """Marks rows as those in which a gradient arrives."""
+    return rows.requires_grad_(is_trained)

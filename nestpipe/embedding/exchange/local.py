@@ -1,0 +1,95 @@
+"""The exchange in a world of one: nothing travels.
+
+A position is a slot, so the rows of a micro-batch are gathered from the resident rows, and their gradients are added up
+where the row optimizer wants them.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nestpipe.device.streams import use_here
+from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
+from nestpipe.embedding.exchange import sum_limit, trained
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.resident import ResidentRows
+from nestpipe.embedding.route import Route, route_alone
+
+
+class LocalExchange:
+    """See Exchange."""
+
+    size = 1
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
+        return route_alone(batch)
+
+    def plan(self, route: Route, window: str) -> Plan | None:
+        return None
+
+    def agree(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows]) -> "LocalBatch":
+        return LocalBatch(route.batch, resident, self._memory)
+
+
+class LocalBatch:
+    """See BatchExchange."""
+
+    row_bytes = gradient_bytes = 0
+
+    def __init__(self, batch: BatchDedup, resident: list[ResidentRows], memory: Memory) -> None:
+        self.exceeds = memory.new_flag()
+        self._memory = memory
+        self._groups = list(zip(batch.groups, resident, strict=True))
+        self._is_split = batch.num_micro_batches > 1
+        self._rows: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, Tensor] = {}
+
+    def send_rows(self, micro_batch: int) -> None:
+        self._rows[micro_batch] = [self._gather(dedup, rows, micro_batch) for dedup, rows in self._groups]
+
+    def _gather(self, dedup: RequesterDedup, resident: ResidentRows, micro_batch: int) -> Tensor:
+        group = dedup.group
+        rows = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype)
+        # The only micro-batch has all rows, in the order of their slots.
+        places = dedup.row_positions[dedup.rows_of(micro_batch)] if self._is_split else None
+        self._memory.copy_rows(resident.frozen_rows, places, rows, None)
+        return rows
+
+    def rows(self, micro_batch: int) -> list[Tensor]:
+        rows = self._rows.pop(micro_batch)
+        use_here(*rows)
+        return [trained(r, not dedup.group.frozen) for r, (dedup, _) in zip(rows, self._groups, strict=True)]
+
+    def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
+        use_here(*gradients)
+        for g, (dedup, _) in enumerate(self._groups):
+            if not dedup.group.frozen:
+                gradient = gradients[g] if len(gradients) > 0 else None
+                self._collect(g, dedup, micro_batch, gradient)
+
+    def _collect(self, g: int, dedup: RequesterDedup, micro_batch: int, gradient: Tensor | None) -> None:
+        group, limit = dedup.group, sum_limit(dedup.group.dtype, 1)
+        if gradient is None:
+            gradient = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype).zero_()
+        if not self._is_split:
+            self._memory.check_rows(gradient, limit, self.exceeds)
+            self._sums[g] = gradient
+            return
+        if g not in self._sums:
+            self._sums[g] = self._memory.empty_rows(len(dedup.keys), group.dim, group.dtype)
+        rows = dedup.rows_of(micro_batch)
+        places, is_first = dedup.row_positions[rows], dedup.is_first[rows]
+        self._memory.add_rows(self._sums[g], places, gradient, is_first, limit, self.exceeds)
+
+    def sum_gradients(self) -> list[Tensor | None]:
+        use_here(*self._sums.values())
+        return [self._sums.get(g) for g in range(len(self._groups))]

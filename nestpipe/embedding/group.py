@@ -1,0 +1,117 @@
+"""Table groups: tables that every call handles together.
+
+A group is all tables of the same dim, dtype and frozen flag whose row optimizers are equal. Its tables stand in order
+of their names. Within a group the rows of all tables lie in one array, so that one native call, or one kernel, serves
+all of them.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.embedding.row_optimizer import RowOptimizer, group_key
+from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.store.interface import MOST_ROWS
+from nestpipe.store.plan_ops import table_salts
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    tables: tuple[Table, ...]
+    features: tuple[str, ...]
+    """names of the features that look into these tables, in order of table"""
+    feature_tables: NDArray[np.int64]
+    """[features] number of each one's table in the group"""
+    feature_keys: NDArray[np.int64]
+    """[features, 6] as native dedup takes them, without the pointers and numbers of keys"""
+    salts: Tensor
+    """[tables] what each table's name adds to the hash of a key"""
+
+    @property
+    def dim(self) -> int:
+        return self.tables[0].dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tables[0].dtype
+
+    @property
+    def frozen(self) -> bool:
+        return self.tables[0].frozen
+
+    @property
+    def optimizer(self) -> RowOptimizer:
+        return self.tables[0].optimizer
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(table.name for table in self.tables)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return self.dim * self.dtype.itemsize
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Columns of a record: row and row state."""
+        return self.tables[0].spec(seed=0).num_columns
+
+    @cached_property
+    def record_bytes(self) -> int:
+        return self.num_columns * self.dtype.itemsize
+
+    @cached_property
+    def most_rows(self) -> NDArray[np.int64]:
+        """[tables] rows that each may have on one rank"""
+        return np.array([table.max_rows or MOST_ROWS for table in self.tables], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FeatureGroups:
+    """The features of a model, and the groups of their tables."""
+
+    features: Mapping[str, Feature]
+    groups: tuple[TableGroup, ...]
+    table_order: NDArray[np.int64]
+    """[tables] the numbers of all groups' tables, group after group, in order of their names"""
+    places: Mapping[str, tuple[int, int]]
+    """by feature: its group, and its number in the group"""
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.table_order)
+
+
+def group_features(features: Mapping[str, Feature]) -> FeatureGroups:
+    """Groups the tables of these features. A group stands where its first table's name does."""
+    by_key: dict[Hashable, list[Table]] = {}
+    for table in tables_of(features):
+        optimizer = None if table.frozen else group_key(table.optimizer)
+        by_key.setdefault((table.dim, table.dtype, table.frozen, optimizer), []).append(table)
+    groups = tuple(_group(tables, features) for tables in by_key.values())
+    places = {name: (g, f) for g, group in enumerate(groups) for f, name in enumerate(group.features)}
+    names = [table.name for group in groups for table in group.tables]
+    order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
+    return FeatureGroups(dict(features), groups, order, places)
+
+
+def _group(tables: list[Table], features: Mapping[str, Feature]) -> TableGroup:
+    numbers = {table.name: number for number, table in enumerate(tables)}
+    found = [(numbers[f.table.name], name, f) for name, f in features.items() if f.table.name in numbers]
+    found.sort(key=lambda item: item[0])  # stable: features of one table keep their order
+    keys = [
+        (0, 0, number, feature.padding_key is not None, feature.padding_key or 0, feature.table.num_keys or 0)
+        for number, _, feature in found
+    ]
+    return TableGroup(
+        tables=tuple(tables),
+        features=tuple(name for _, name, _ in found),
+        feature_tables=np.array([number for number, _, _ in found], dtype=np.int64),
+        feature_keys=np.array(keys, dtype=np.int64).reshape(len(found), 6),
+        salts=table_salts([table.name for table in tables]),
+    )

@@ -1,0 +1,113 @@
+"""Rows in host memory: by the native library."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nestpipe.device.streams import Mark
+from nestpipe.device.tally import embedding_memory
+from nestpipe.device.transfer import OfTensors
+from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.memory import HostCall
+from nestpipe.embedding.plan import message_unit
+from nestpipe.embedding.recycler import recycled
+from nestpipe.embedding.row_optimizer import RowOptimizer
+from nestpipe.kernels.segments import Segments
+from nestpipe.store import row_ops
+
+T = TypeVar("T", bound=OfTensors)
+
+
+class HostMemory:
+    """See Memory. Bulk calls use as many threads as torch does."""
+
+    device = torch.device("cpu")
+    has_mirrors = False
+
+    def empty_rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        rows = recycled.empty((num_rows, dim), dtype)
+        embedding_memory.add(rows)
+        return rows
+
+    def empty_records(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return torch.empty(num_slots, num_columns, dtype=dtype), None
+
+    def upload(self, value: T) -> T:
+        return value
+
+    def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
+        return batch
+
+    def fill_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, gather: HostCall) -> None:
+        gather(records, slice(0, len(records)), slots)
+
+    def drain_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, scatter: HostCall) -> None:
+        scatter(records, slice(0, len(records)), slots)
+
+    def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
+        row_ops.copy_rows(source, from_places, target, to_places, torch.get_num_threads())
+
+    def add_rows(
+        self,
+        target: Tensor,
+        places: Tensor | None,
+        source: Tensor,
+        is_first: Tensor | None,
+        limit: float,
+        exceeds: Tensor | None,
+    ) -> None:
+        row_ops.add_rows(target, places, source.contiguous(), is_first, limit, exceeds, torch.get_num_threads())
+
+    def check_rows(self, rows: Tensor, limit: float, exceeds: Tensor) -> None:
+        if rows.numel() > 0:
+            low, high = rows.aminmax()
+            exceeds |= ~((low >= -limit) & (high <= limit))  # a NaN is in both, and compares false
+
+    def new_flag(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def sum_rows(self, values: Tensor, segments: Segments) -> Tensor:
+        total = self.empty_rows(segments.num_segments, values.shape[1], values.dtype)
+        assert segments.offsets is not None
+        row_ops.sum_rows(values, segments.order, segments.offsets, total, torch.get_num_threads())
+        return total
+
+    def update(
+        self,
+        optimizer: RowOptimizer,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        is_masked: Tensor | None,
+    ) -> None:
+        optimizer.apply(rows, state, gradient, step)
+
+    def empty_message(self, num_bytes: int) -> Tensor:
+        message = recycled.empty((num_bytes,), torch.uint8)
+        embedding_memory.add(message)
+        return message
+
+    def write_message(self, source: Tensor, places: Tensor, message: Tensor, message_places: Tensor | None) -> None:
+        unit = _unit(source, message_places)
+        row_ops.write_rows(source, places, message, unit, message_places, torch.get_num_threads())
+
+    def read_message(
+        self, message: Tensor, message_places: Tensor | None, target: Tensor, places: Tensor | None
+    ) -> None:
+        unit = _unit(target, message_places)
+        row_ops.read_rows(message, unit, message_places, target, places, torch.get_num_threads())
+
+    def sealed(self, message: Tensor) -> Mark:
+        return None
+
+    def consumed(self, message: Tensor) -> None:
+        pass
+
+
+def _unit(rows: Tensor, message_places: Tensor | None) -> int:
+    """Returns the bytes in which places in a message count; without places, rows lie one behind the other."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    return row_bytes if message_places is None else message_unit(row_bytes)

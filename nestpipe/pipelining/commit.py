@@ -1,0 +1,109 @@
+"""Commit: all ranks agree whether a step counts.
+
+A step does not count if on any rank a loss or a gradient is not finite, or a table has no room for its new rows. The
+agreement has a channel of its own, so it is the same whoever sums the dense gradients: our reducer, DDP or FSDP.
+
+In host memory the agreement is known before anything is applied, and an error is raised on every rank. A device finds
+out later than the host: there a flag masks the updates of rows from the first step on that is not finite, and the host
+raises two steps later. Room is known to the host in both.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nestpipe.device.streams import Mark, use_here, wait_for
+from nestpipe.distributed import World
+from nestpipe.pipelining.finite import NonFiniteError
+
+Sum = Future[tuple[Tensor, Mark]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a device found out about a step."""
+
+    loss: float
+    is_masked: bool
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank knows of a step."""
+
+    step: int
+    non_finite: Tensor
+    """one bool, where the model is: whether a loss or gradient of this rank is not finite"""
+    loss: Tensor
+    """this rank's part of the loss"""
+    problem: Exception | None
+    """why the step must not be applied"""
+    extra: Tensor
+    """numbers that are summed over ranks on the way, in host memory"""
+
+
+class Agreement(Protocol):
+    """An agreement that has begun."""
+
+    def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the loss of the global batch, the summed extra numbers, and whether the step is not finite (on a
+        device). Raises on all ranks if the step does not count.
+
+        any_non_finite: what every rank knows by itself, the same on all: whether a dense sum is not finite.
+        """
+
+
+def begin_commit(world: World, ballot: Ballot) -> Agreement:
+    """Begins the agreement; what runs until it is finished hides its time."""
+    return _DeviceAgreement(world, ballot) if world.runs_ahead else _HostAgreement(world, ballot)
+
+
+class _HostAgreement:
+    def __init__(self, world: World, ballot: Ballot) -> None:
+        self._world = world
+        self._ballot = ballot
+        known = torch.tensor([bool(ballot.non_finite), ballot.problem is not None, ballot.loss], dtype=torch.float64)
+        self._sum = world.commit.begin_sum([known, ballot.extra])
+
+    def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sums, _ = self._world.watch.wait(self._sum, "commit")
+        num_non_finite, num_problems = sums[:2].tolist()
+        if num_problems > 0:
+            _raise_problem(self._world, self._ballot.problem)
+        if num_non_finite > 0 or bool(any_non_finite):
+            raise self._world.watch.agreed(
+                NonFiniteError(
+                    f"step {self._ballot.step}: a loss or a gradient is not finite on some rank; nothing of this step "
+                    "was applied. Lower the learning rate, clip gradients, or look for bad inputs in this batch"
+                )
+            )
+        return sums[2], sums[3:], any_non_finite
+
+
+class _DeviceAgreement:
+    def __init__(self, world: World, ballot: Ballot) -> None:
+        self._world = world
+        self._ballot = ballot
+        on_device = torch.stack([ballot.non_finite.double(), ballot.loss.double()])
+        problems = torch.tensor([float(ballot.problem is not None)], dtype=torch.float64)
+        self._on_device = world.commit.begin_sum([on_device])
+        self._in_host = world.commit.begin_sum([problems, ballot.extra])
+
+    def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        in_host, _ = self._world.watch.wait(self._in_host, "commit")
+        if in_host[0] > 0:
+            _raise_problem(self._world, self._ballot.problem)
+        on_device, moment = self._world.watch.wait(self._on_device, "commit")
+        wait_for(moment)
+        use_here(on_device)
+        return on_device[1], in_host[1:], (on_device[0] != 0) | any_non_finite
+
+
+def _raise_problem(world: World, problem: Exception | None) -> None:
+    """Raises on all ranks: each its own problem, or the text of the others'."""
+    channel = world.commit
+    failed = channel.all_to_all_equal(torch.full((channel.size, 1), int(problem is not None))).flatten()
+    channel.raise_agreed(problem, failed.nonzero().flatten().tolist())

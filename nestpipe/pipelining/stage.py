@@ -1,0 +1,51 @@
+"""The stages of a batch: one table that schedule, executor, trace and summary read."""
+
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+"""the lane of the caller's thread"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    lane: str
+    """lane that does it when it overlaps training; schedules without overlap do it on the compute lane"""
+    time_field: str
+    """field of the summary in which its time on the compute lane counts, waiting included"""
+    what: str
+    busy_field: str | None = None
+    """field of the summary that counts the time in which lanes work at it"""
+    needs_ranks: bool = False
+    """whether it waits for other ranks; at other stages a rank works alone, as long as it takes"""
+    exchanges_rows: bool = False
+    """whether it issues collectives of device memory"""
+
+
+_STAGES = (
+    Stage("prefetch", "input", "exposed_input_ms", "reads a batch, dedups and clusters it", "busy_input_ms"),
+    Stage("upload", "upload", "exposed_lookup_ms", "brings the model's inputs to the device"),
+    Stage("route", "route", "exposed_lookup_ms", "tells owners which keys the batch needs", needs_ranks=True),
+    Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident", "busy_host_ms"),
+    Stage("begin", COMPUTE, "exposed_exchange_ms", "freezes the rows"),
+    Stage("send_rows", "rows", "exposed_exchange_ms", "owners to requesters", "busy_exchange_ms", True, True),
+    Stage("dense", COMPUTE, "dense_ms", "forward and backward of a micro-batch, and the dense optimizer"),
+    Stage("return_gradients", "gradients", "exposed_exchange_ms", "back to owners", "busy_exchange_ms", True, True),
+    Stage("reduce", COMPUTE, "exposed_reduce_ms", "sums dense gradients over ranks"),
+    Stage("commit", COMPUTE, "exposed_reduce_ms", "all ranks agree whether the step counts"),
+    Stage("sum_gradients", COMPUTE, "row_update_ms", "the owner adds up what all requesters returned"),
+    Stage("update", COMPUTE, "row_update_ms", "the row optimizer"),
+    Stage("overlap_sync", COMPUTE, "exposed_lookup_ms", "copies rows that the next batch shares"),
+    Stage("write_back", "host", "exposed_lookup_ms", "writes rows to the host store", "busy_host_ms"),
+    Stage("other", COMPUTE, "other_ms", "named work that is none of the above"),
+    Stage("", COMPUTE, "unattributed_ms", "what no span covers"),
+)
+
+STAGES = {stage.name: stage for stage in _STAGES}
+
+BUSY = {
+    name: tuple(stage.name for stage in _STAGES if stage.busy_field == name)
+    for name in dict.fromkeys(stage.busy_field for stage in _STAGES)
+    if name is not None
+}
+"""By field: the time in which at least one of these stages is worked at, on whichever lane."""

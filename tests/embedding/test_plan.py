@@ -1,0 +1,363 @@
+"""Requester and owner plan alike: what one sends is what the other expects, row by row and byte by byte.
+
+All ranks of a small world route and plan in threads of this process; then their plans are held against one another.
+Fails, for example, if _lists has gradients leave with the "first" micro-batch, if _group_plan does not turn positions
+into rows where there is one micro-batch, if _lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a
+row.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestpipe import Batch, Pooled, Sequence, Table
+from nestpipe.data import Jagged
+from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.distributed import Channel
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.exchange.distributed import DistributedExchange
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.host_memory import HostMemory
+from nestpipe.embedding.plan import (
+    ALIGNMENT,
+    GroupPlan,
+    MessageSizes,
+    Plan,
+    TravelList,
+    _lay_out,
+    make_plan,
+    message_unit,
+)
+from nestpipe.embedding.resident import RecordMemory
+from nestpipe.embedding.route import Route, route_keys
+from tests.embedding.thread_ranks import on_threads
+from tests.store.key_batches import owner
+
+A, B = Table("a", 5), Table("b", 5)
+C, D = Table("c", 3, dtype=torch.float64), Table("d", 1, frozen=True)
+FEATURES = group_features(
+    {"of_b": Pooled(B), "of_a": Pooled(A), "of_c": Sequence(C), "again_a": Pooled(A), "of_d": Pooled(D)}
+)
+"""three groups, with rows of 20, 24 and 4 bytes"""
+WINDOWS = ("once", "resend")
+
+Key = tuple[str, int]
+"""table, key"""
+
+
+@dataclass(frozen=True)
+class World:
+    batches: list[Batch | None]
+    """by rank; None: out of data"""
+    num_micro_batches: int
+
+    @property
+    def size(self) -> int:
+        return len(self.batches)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Up to 4 ranks, of which some may have no batch; few keys, so that ranks and micro-batches share them."""
+    made: list[Batch | None] = []
+    for _ in range(draw(st.integers(2, 4))):
+        num_samples = draw(st.integers(0, 4))
+        lists = st.lists(st.lists(st.integers(-2, 9), max_size=3), min_size=num_samples, max_size=num_samples)
+        keys = {name: Jagged.from_lists(draw(lists)) for name in FEATURES.features}
+        made.append(Batch(keys) if draw(st.integers(0, 5)) else None)
+    return World(made, draw(st.sampled_from([1, 2, 3, 9])))
+
+
+def routed(channel: Channel, world: World) -> Route | None:
+    batch = dedup_batch(FEATURES, world.batches[channel.rank], world.num_micro_batches, world.size, 1, GIVEN_ORDER)
+    return route_keys(batch, FEATURES, channel)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's route and plan, and which keys its places are of."""
+
+    number: int
+    route: Route
+    plan: Plan
+
+    def positions(self, g: int) -> list[Key]:
+        dedup = self.route.batch.groups[g]
+        tables = np.tile(np.arange(len(dedup.group.tables)), len(dedup.counts)).repeat(dedup.counts.flatten().numpy())
+        return [(dedup.group.names[t], key) for t, key in zip(tables, dedup.keys.tolist(), strict=True)]
+
+    def requester_places(self, g: int) -> list[Key]:
+        """What rows_in and gradients_out speak of: positions, or with one micro-batch its rows."""
+        positions, dedup = self.positions(g), self.route.batch.groups[g]
+        one = self.route.batch.num_micro_batches == 1
+        return [positions[p] for p in dedup.row_positions.tolist()] if one else positions
+
+    def slots(self, g: int) -> list[Key]:
+        owned = self.route.owned[g]
+        tables = np.arange(len(owned.group.tables)).repeat(owned.table_offsets.diff().numpy())
+        return [(owned.group.names[t], key) for t, key in zip(tables, owned.keys.tolist(), strict=True)]
+
+    def entries(self, g: int) -> list[Key]:
+        slots = self.slots(g)
+        return [slots[slot] for slot in self.route.owned[g].slots.tolist()]
+
+    def uses(self, g: int) -> dict[Key, list[int]]:
+        """The micro-batches that use each key, ascending; found in the batch itself."""
+        dedup, batch = self.route.batch.groups[g], self.route.batch
+        positions = self.positions(g)
+        of_keys: dict[Key, list[int]] = {key: [] for key in positions}
+        for i in range(batch.num_micro_batches):
+            for f, t in enumerate(dedup.group.feature_tables.tolist()):
+                first = int(dedup.row_counts[i, :t].sum())
+                rows = dedup.row_positions[dedup.rows_of(i)][first : first + int(dedup.row_counts[i, t])]
+                for row in dedup.part(i, f).index.unique().tolist():
+                    key = positions[int(rows[row])]
+                    of_keys[key] += [i] if i not in of_keys[key] else []
+        return of_keys
+
+
+def planned(world: World, window: str) -> list[Rank]:
+    routes = on_threads(world.size, routed, world)
+    return [Rank(r, route, make_plan(route, window, r)) for r, route in enumerate(routes) if route is not None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row in a message, counted from where the part of its rank begins."""
+
+    group: int
+    key: Key
+    first: int
+    end: int
+
+
+def in_message(rank: Rank, which: str, places: list[list[Key]], i: int) -> dict[int, list[Row]]:
+    """By the other rank: the rows of micro-batch i, as their places in the message say."""
+    sizes: MessageSizes = getattr(rank.plan, which)
+    starts = np.cumsum([0, *sizes.sizes[i]])
+    assert starts[-1] == sizes.num_bytes[i]
+    found: dict[int, list[Row]] = {other: [] for other in range(len(sizes.sizes[i]))}
+    for g, lists in enumerate(rank.plan.groups):
+        travel: TravelList = getattr(lists, which)
+        row_bytes, in_units = lists.group.row_bytes, travel.in_message(i)
+        others, keys = np.arange(len(travel.counts[i])).repeat(travel.counts[i]), travel.others(i).tolist()
+        assert travel.counts[i, rank.number] == 0
+        unit = row_bytes if in_units is None else message_unit(row_bytes)
+        where = range(len(keys)) if in_units is None else in_units.tolist()
+        for other, place, at in zip(others.tolist(), keys, where, strict=True):
+            first = at * unit - int(starts[other])
+            assert 0 <= first <= sizes.sizes[i][other] - row_bytes
+            found[other].append(Row(g, places[g][place], first, first + row_bytes))
+    check_bytes(found, sizes, i)
+    return found
+
+
+def check_bytes(found: dict[int, list[Row]], sizes: MessageSizes, i: int) -> None:
+    """No two rows share a byte, and a group begins at a multiple of 16 bytes."""
+    assert sizes.row_bytes[i] == sum(row.end - row.first for rows in found.values() for row in rows)
+    for other, rows in found.items():
+        assert sizes.sizes[i][other] % ALIGNMENT == 0
+        taken = [byte for row in rows for byte in range(row.first, row.end)]
+        assert len(taken) == len(set(taken))
+        for g in {row.group for row in rows}:
+            assert min(row.first for row in rows if row.group == g) % ALIGNMENT == 0
+
+
+def check_direction(ranks: list[Rank], sent: str, received: str, i: int) -> None:
+    """Each message is on the receiver what it is on the sender."""
+    of_requester, of_owner = Rank.requester_places, Rank.slots
+    numbers = {
+        "rows_out": of_owner,
+        "rows_in": of_requester,
+        "gradients_out": of_requester,
+        "gradients_in": Rank.entries,
+    }
+    groups = range(len(FEATURES.groups))
+    out = [in_message(rank, sent, [numbers[sent](rank, g) for g in groups], i) for rank in ranks]
+    into = [in_message(rank, received, [numbers[received](rank, g) for g in groups], i) for rank in ranks]
+    for a, sender in enumerate(ranks):
+        for b, receiver in enumerate(ranks):
+            sizes = getattr(sender.plan, sent).sizes[i][b], getattr(receiver.plan, received).sizes[i][a]
+            assert sizes[0] == sizes[1]
+            assert out[a][b] == into[b][a]
+    for rank in ranks:
+        for g, lists in enumerate(rank.plan.groups):
+            own = getattr(lists, sent).own(i).tolist(), getattr(lists, received).own(i).tolist()
+            keys = [
+                [numbers[way](rank, g)[p] for p in places] for way, places in zip((sent, received), own, strict=True)
+            ]
+            assert keys[0] == keys[1]
+
+
+def travelling(rank: Rank, lists: GroupPlan, g: int, which: str) -> dict[Key, list[int]]:
+    """The micro-batches with which each key of a requester travels."""
+    found: dict[Key, list[int]] = {}
+    places, travel = rank.requester_places(g), getattr(lists, which)
+    for i in range(rank.route.batch.num_micro_batches):
+        for place in [*travel.others(i).tolist(), *travel.own(i).tolist()]:
+            found.setdefault(places[place], []).append(i)
+    return found
+
+
+def check_when(rank: Rank, window: str) -> None:
+    """Once: a row with the first micro-batch that uses it, its gradient with the last. Resend: both with every one."""
+    for g, lists in enumerate(rank.plan.groups):
+        uses = rank.uses(g)
+        rows, gradients = (travelling(rank, lists, g, which) for which in ("rows_in", "gradients_out"))
+        assert rows == {key: users[:1] if window == "once" else users for key, users in uses.items()}
+        back = {key: users[-1:] if window == "once" else users for key, users in uses.items()}
+        assert gradients == ({} if lists.group.frozen else back)
+
+
+def check_owner(ranks: list[Rank], rank: Rank, window: str) -> None:
+    """Every key that a requester has of this owner is one entry; the entries of a slot are in order of requester."""
+    for g, lists in enumerate(rank.plan.groups):
+        entries, slots = rank.entries(g), rank.slots(g)
+        asked = [
+            (r.number, key) for r in ranks for key in r.positions(g) if owner(key[1], key[0], len(ranks)) == rank.number
+        ]
+        requesters = np.arange(len(ranks)).repeat(rank.route.owned[g].entry_counts).tolist()
+        assert list(zip(requesters, entries, strict=True)) == asked
+        assert len(entries) == lists.num_entries
+        assert len(set(slots)) == len(slots)
+        assert set(slots) == set(entries)
+        assert lists.sums.offsets is not None
+        assert lists.sums.order is not None
+        of_slots = lists.sums.order.split(lists.sums.offsets.diff().tolist())
+        for slot, places in zip(slots, of_slots, strict=True):
+            assert places.tolist() == [e for e, key in enumerate(entries) if key == slot]
+        arriving = Counter(
+            place
+            for i in range(rank.route.batch.num_micro_batches)
+            for place in [*lists.gradients_in.others(i).tolist(), *lists.gradients_in.own(i).tolist()]
+        )
+        if window == "once" and not lists.group.frozen:
+            assert arriving == Counter(range(len(entries)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(world=worlds(), window=st.sampled_from(WINDOWS))
+def test_requesters_and_owners_agree(world: World, window: str) -> None:
+    ranks = planned(world, window)
+    assert len(ranks) in (0, world.size)
+    for i in range(world.num_micro_batches):
+        if ranks:
+            check_direction(ranks, "rows_out", "rows_in", i)
+            check_direction(ranks, "gradients_out", "gradients_in", i)
+    for rank in ranks:
+        check_when(rank, window)
+        check_owner(ranks, rank, window)
+
+
+def row_of(key: Key, dim: int) -> list[float]:
+    return [sum(map(ord, key[0])) * 100 + key[1] + 0.125 * column for column in range(dim)]
+
+
+def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, list[float]]]:
+    """Sends rows, checks what arrives, and returns by group the sums of the gradients of owned keys."""
+    memory = HostMemory()
+    exchange = DistributedExchange(channel, channel, channel, memory)
+    route = routed(channel, world)
+    if route is None:
+        return []
+    plan = exchange.plan(route, window)
+    assert plan is not None
+    rank = Rank(channel.rank, route, plan)
+    resident = [RecordMemory(memory).reserve(owned) for owned in route.owned]
+    for g, rows in enumerate(resident):
+        for slot, key in enumerate(rank.slots(g)):
+            rows.records[slot] = torch.tensor(row_of(key, rows.group.dim))
+    batch = exchange.open(route, plan, resident)
+    for i in range(world.num_micro_batches):
+        batch.send_rows(i)
+        gradients: list[torch.Tensor | None] = []
+        for g, rows in enumerate(batch.rows(i)):
+            group = route.batch.groups[g]
+            keys = [rank.positions(g)[p] for p in group.row_positions[group.rows_of(i)].tolist()]
+            assert rows.tolist() == [row_of(key, group.group.dim) for key in keys]
+            assert rows.requires_grad is not group.group.frozen
+            gradients.append(gradient_of(rows.detach(), channel.rank, i))
+        batch.return_gradients(i, gradients)
+    assert int(batch.exceeds) == 0
+    sums = batch.sum_gradients()
+    assert [total is None for total in sums] == [group.frozen for group in FEATURES.groups]
+    return [
+        dict(zip(rank.slots(g), total.tolist(), strict=True)) if total is not None else {}
+        for g, total in enumerate(sums)
+    ]
+
+
+def gradient_of(rows: torch.Tensor, rank: int, micro_batch: int) -> torch.Tensor:
+    """Of numbers whose sum depends on the order of adding."""
+    return rows * (1 / 3 + rank) * 7.0**micro_batch
+
+
+def expected_sums(world: World, g: int) -> dict[Key, torch.Tensor]:
+    """A requester's micro-batches in order, then the requesters in order of rank."""
+    totals: dict[Key, torch.Tensor] = {}
+    group = FEATURES.groups[g]
+    for number, batch in enumerate(world.batches):
+        dedup = dedup_batch(FEATURES, batch, world.num_micro_batches, world.size, 1, GIVEN_ORDER).groups[g]
+        of_requester: dict[Key, torch.Tensor] = {}
+        for i in range(world.num_micro_batches):
+            tables = np.arange(len(group.tables)).repeat(dedup.row_counts[i])
+            for t, key in zip(tables, dedup.keys[dedup.row_positions[dedup.rows_of(i)]].tolist(), strict=True):
+                name = group.names[t], key
+                gradient = gradient_of(torch.tensor(row_of(name, group.dim), dtype=group.dtype), number, i)
+                of_requester[name] = of_requester.get(name, torch.zeros_like(gradient)) + gradient
+        for name, gradient in of_requester.items():
+            totals[name] = totals.get(name, torch.zeros_like(gradient)) + gradient
+    return totals
+
+
+@settings(max_examples=20, deadline=None)
+@given(world=worlds(), window=st.sampled_from(WINDOWS))
+def test_rows_and_gradients_arrive(world: World, window: str) -> None:
+    """To the bit. Fails if _Requester.collect returns its sums in window "resend", or adds to what lies in the memory
+    of a sum before its first gradient."""
+    found = on_threads(world.size, exchanged, world, window)
+    if not any(found):
+        return
+    for g, group in enumerate(FEATURES.groups):
+        if not group.frozen:
+            together = {key: total for of_rank in found for key, total in of_rank[g].items()}
+            assert together == {key: total.tolist() for key, total in expected_sums(world, g).items()}
+
+
+def travel_list(counts: list[list[int]]) -> TravelList:
+    total = sum(map(sum, counts))
+    bounds = [0, *np.repeat(np.cumsum([sum(of_part) for of_part in counts]), 2).tolist()]
+    return TravelList(torch.arange(total), bounds, np.array(counts, dtype=np.int64))
+
+
+def test_a_message_by_hand() -> None:
+    """Two micro-batches among three ranks; rows of 12, 40 and 4 bytes. Of itself, rank 1 sends nothing."""
+    counts = [[[1, 0, 3], [0, 0, 0]], [[2, 0, 0], [0, 0, 1]], [[0, 0, 5], [1, 0, 0]]]
+    sizes, (first, second, third) = _lay_out([travel_list(of_group) for of_group in counts], [12, 40, 4])
+    assert sizes.sizes == [[16 + 80 + 0, 0, 48 + 0 + 32], [16, 0, 48]]
+    assert sizes.row_bytes == [(12 + 80 + 0) + (36 + 0 + 20), 4 + 40]
+    assert sizes.num_bytes == [176, 64]
+    assert [message_unit(width) for width in (12, 40, 4, 20, 24, 256, 1028)] == [4, 8, 4, 4, 8, 16, 4]
+    bytes_of = {"first": (first, 4), "second": (second, 8), "third": (third, 4)}
+    found = {
+        name: [(places * unit).tolist() for i in (0, 1) if (places := travel.in_message(i)) is not None]
+        for name, (travel, unit) in bytes_of.items()
+    }
+    assert found == {
+        "first": [[0, 96, 108, 120], []],
+        "second": [[16, 56], [16]],
+        "third": [[144, 148, 152, 156, 160], [0]],
+    }
+
+
+@pytest.mark.parametrize(("row_bytes", "is_in_order"), [(16, True), (256, True), (12, False)])
+def test_rows_without_gaps_need_no_places(row_bytes: int, is_in_order: bool) -> None:
+    """One group whose rows fill 16 bytes lies in its message row after row. Fails if _with_message_places says so of
+    rows that were padded."""
+    _, (travel,) = _lay_out([travel_list([[3, 0, 2], [0, 0, 1]])], [row_bytes])
+    assert (travel.in_message(0) is None) == is_in_order

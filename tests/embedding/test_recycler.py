@@ -1,0 +1,44 @@
+"""Large memory that is used again. Fails if Recycler.empty gives memory back while a part of it is in use."""
+
+import gc
+import subprocess
+import sys
+
+import torch
+
+from nestpipe.embedding.recycler import LARGE_BYTES, Recycler
+
+
+def test_memory_is_used_again_only_when_free() -> None:
+    recycler, shape = Recycler(), (LARGE_BYTES // 4, 2)
+    first = recycler.empty(shape, torch.float32)
+    part, address = first[5:9], first.data_ptr()
+    part.fill_(7.0)
+    del first
+    gc.collect()
+    second = recycler.empty(shape, torch.float32)
+    assert second.data_ptr() != address
+    second.fill_(1.0)
+    assert (part == 7.0).all()
+    del part
+    gc.collect()
+    assert recycler.empty(shape, torch.float32).data_ptr() == address
+
+
+FORKS = """
+import os, torch
+from nestpipe.embedding.recycler import LARGE_BYTES, Recycler
+mine = Recycler().empty((LARGE_BYTES,), torch.float32)
+mine[0] = 1.0
+child = os.fork()
+if child == 0:
+    mine[0] = 7.0
+    os._exit(0)
+os.waitpid(child, 0)
+assert float(mine[0]) == 1.0
+"""
+
+
+def test_recycled_memory_is_not_shared_with_forked_processes() -> None:
+    """Fails if the Recycler maps shared memory, which mmap does by itself."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=50)

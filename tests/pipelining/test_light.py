@@ -1,0 +1,104 @@
+"""Stages that the compute lane does itself, because they are short.
+
+Fails if LightStages.is_light ignores what a stage took; if Executor._is_light does not look at the operations that the
+lane was handed before; if Executor._do_here lets an error of a stage out where no lane's would come.
+"""
+
+import math
+from dataclasses import replace
+from threading import current_thread, main_thread
+
+import pytest
+
+from nestpipe.data import Batch, Jagged
+from nestpipe.distributed import World
+from nestpipe.pipelining import light
+from nestpipe.pipelining.light import FIRST_PAUSE, NUM_AVERAGED, LightStages
+from nestpipe.pipelining.schedule import OVERLAPPING
+from nestpipe.pipelining.stages import Stages
+from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+
+LIGHT_SECONDS = 1.5e-3
+CASE = Case("adagrad", "shared", num_micro_batches=3, steps=12, window="once")
+
+
+def test_short_on_average() -> None:
+    stages = LightStages(LIGHT_SECONDS)
+    for _ in range(NUM_AVERAGED):
+        assert not stages.is_light("retrieve")
+        stages.record("retrieve", LIGHT_SECONDS / 2, 1.0, is_here=False)
+    assert stages.is_light("retrieve")
+    assert not stages.is_light("prefetch")
+    for _ in range(NUM_AVERAGED):
+        stages.record("retrieve", 2 * LIGHT_SECONDS, 1.0, is_here=False)
+    assert not stages.is_light("retrieve")
+
+
+def test_what_waits_is_not_light() -> None:
+    """A reader that waits for a disk takes time, but no processor: it goes back to its lane, and is tried again."""
+    stages = LightStages(LIGHT_SECONDS)
+    for _ in range(NUM_AVERAGED):
+        stages.record("prefetch", 0.0, 0.02, is_here=False)
+    for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
+        assert stages.is_light("prefetch")
+        stages.record("prefetch", 0.0, 0.02, is_here=True)
+        for _ in range(pause):
+            assert not stages.is_light("prefetch")
+            stages.record("prefetch", 0.0, 0.02, is_here=False)
+
+
+def train(world: World, schedule: str, light_seconds: float) -> tuple[str, set[str]]:
+    """Returns the digest, and the stages that the main thread did."""
+    light.LIGHT_SECONDS, light.NUM_AVERAGED = light_seconds, 1
+    here = set()
+    originals = {name: getattr(Stages, name) for name in ("prefetch", "route", "retrieve", "write_back")}
+
+    def watched(name: str):
+        def stage(self: Stages, op) -> None:
+            if current_thread() is main_thread():
+                here.add(name)
+            originals[name](self, op)
+
+        return stage
+
+    try:
+        for name in originals:
+            setattr(Stages, name, watched(name))
+        trainer = make_trainer(world, replace(CASE, schedule=schedule))
+        trainer.fit(share_of(global_batches(CASE.steps), world))
+    finally:
+        for name, original in originals.items():
+            setattr(Stages, name, original)
+        light.LIGHT_SECONDS, light.NUM_AVERAGED = 0.0, NUM_AVERAGED
+    return trainer.digest(), here
+
+
+def train_every_way(world: World) -> dict[str, tuple[str, set[str]]]:
+    ways = {schedule: train(world, schedule, math.inf) for schedule in OVERLAPPING}
+    return {"serial": train(world, "serial", 0.0), "lanes": train(world, "nested", 0.0), **ways}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_same_bits(ranks: int) -> None:
+    for ways in on_ranks(ranks, train_every_way):
+        assert len({digest for digest, _ in ways.values()}) == 1
+        assert ways["lanes"][1] == set()
+        for schedule in OVERLAPPING:
+            # Among several ranks route is for its lane, and what waits for it may have to follow it there.
+            expected = {"prefetch", "route", "retrieve", "write_back"} if ranks == 1 else set()
+            assert expected <= ways[schedule][1]
+            assert ("route" in ways[schedule][1]) == (ranks == 1)
+
+
+@pytest.mark.parametrize("light_seconds", [0.0, math.inf])
+def test_errors_come_where_those_of_lanes_do(light_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the store is raised by the step that needs it, and steps before it are applied."""
+    monkeypatch.setattr(light, "LIGHT_SECONDS", light_seconds)
+    monkeypatch.setattr(light, "NUM_AVERAGED", 1)
+    trainer = make_trainer(World(), replace(CASE, schedule="inter"))
+    trainer.check_split = False
+    batches = global_batches(6)
+    batches[4] = Batch({"items": Jagged.from_lists([[1]])}, {})
+    with pytest.raises(ValueError, match="features do not match"):
+        trainer.fit(batches)
+    assert trainer.num_steps == 4
