@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 JOBS := $(shell nproc)
+IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
 .PHONY: help demo install native native-test test test-slow check lint asan tsan bench clean
@@ -30,10 +31,12 @@ native-test: native ## the native tests, without sanitizers
 	ctest --test-dir build/native --output-on-failure
 
 test: install native-test ## the tests, except those marked slow
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)
+	$(BIN)/python -m pytest -m 'not slow and alone'
 
 test-slow: install native-test ## all tests, the slow ones included
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not alone' $(IN_PARALLEL)
+	$(BIN)/python -m pytest -m alone
 
 check: install lint asan tsan ## formatting, types, and the native tests under the sanitizers
 
@@ -56,6 +59,7 @@ tsan: ## native tests under ThreadSanitizer
 bench: install native ## every benchmark against its targets; wants an idle machine
 	$(BIN)/nestpipe bench store --json benchmarks/results/store.json --check
 	$(BIN)/nestpipe bench plain --json benchmarks/results/plain.json --check
+	$(BIN)/nestpipe bench scale --json benchmarks/results/scale.json --check
 	$(BIN)/nestpipe bench attention --json benchmarks/results/attention.json --check
 	$(BIN)/nestpipe bench cluster --json benchmarks/results/cluster.json --check
 	$(BIN)/nestpipe bench overlap --json benchmarks/results/overlap.json --check
