@@ -132,7 +132,8 @@ class Executor:
 
     def _play(self, op: Op) -> None:
         if op.lane == COMPUTE:
-            self.wait(op)
+            if op.waits_for:  # else an error of another batch would come up in the middle of an update
+                self.wait(op)
             with self._trace.span(op.stage, op.micro_batch):
                 self._actions[op.stage](op)
             return
