@@ -301,15 +301,6 @@ NESTPIPE_API nestpipe_status nestpipe_cluster(const nestpipe_batch* batch, int32
                                               nestpipe_cluster_method method, uint64_t seed, int64_t* order,
                                               int64_t* part_offsets);
 
-/* ---- records from one array to another ----------------------------------------------------------------------- */
-
-/* Record to_places[i] of `to` becomes record from_places[i] of `from`; the arrays do not overlap.
- *   from, to     [num_from] and [num_to] records of record_bytes bytes
- *   to_places    distinct */
-NESTPIPE_API nestpipe_status nestpipe_copy_records(const void* from, int64_t num_from, const int64_t* from_places,
-                                                   void* to, int64_t num_to, const int64_t* to_places, int64_t count,
-                                                   int64_t record_bytes, int32_t num_threads);
-
 /* ---- rows at the occurrences of keys ------------------------------------------------------------------------- */
 
 /* The occurrences of each row, in order; padding is left out. The arrays do not overlap.

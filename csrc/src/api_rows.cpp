@@ -1,8 +1,7 @@
-// The C boundary of what works on rows: copying records, grouping by row, pooling, row optimizers.
+// The C boundary of what works on rows: grouping by row, pooling, row optimizers.
 #include <algorithm>
 
 #include "boundary.hpp"
-#include "copy.hpp"
 #include "group.hpp"
 #include "nestpipe.h"
 #include "pool.hpp"
@@ -64,22 +63,6 @@ RowUpdate<Real> as(const nestpipe_row_update& of) {
 }
 
 }  // namespace
-
-nestpipe_status nestpipe_copy_records(const void* from, int64_t num_from, const int64_t* from_places, void* to,
-                                      int64_t num_to, const int64_t* to_places, int64_t count, int64_t record_bytes,
-                                      int32_t num_threads) {
-    return guarded([&] {
-        need_count(count, "count");
-        need_count(record_bytes, "record_bytes");
-        need_array(from, count, "from");
-        need_array(to, count, "to");
-        need_places(from_places, count, num_from, "from_places");
-        need_places(to_places, count, num_to, "to_places");
-        need_threads(num_threads);
-        copy_records(static_cast<const char*>(from), from_places, static_cast<char*>(to), to_places, count,
-                     static_cast<uint64_t>(record_bytes), num_threads);
-    });
-}
 
 nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t num_occurrences, const int64_t* offsets,
                                       int64_t num_samples, int64_t num_rows, int64_t* row_offsets, int64_t* occurrences,

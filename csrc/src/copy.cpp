@@ -2,10 +2,6 @@
 
 #include <cstring>
 
-#include "lookahead.hpp"
-#include "parallel.hpp"
-#include "prefetch.hpp"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -71,20 +67,6 @@ void finish_streaming() {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
-}
-
-void copy_records(const char* from, const int64_t* from_places, char* to, const int64_t* to_places, int64_t count,
-                  uint64_t record_bytes, int32_t num_threads) {
-    const Copy copy = copy_for(static_cast<uint64_t>(count) * record_bytes);
-    const auto source = [&](int64_t i) { return from + static_cast<uint64_t>(from_places[i]) * record_bytes; };
-    const auto target = [&](int64_t i) { return to + static_cast<uint64_t>(to_places[i]) * record_bytes; };
-    const int64_t grain = grain_for(count, 2 * static_cast<int64_t>(record_bytes) + 1, num_threads);
-    parallel_for(count, grain, num_threads, [&](int64_t begin, int64_t end) {
-        in_two_steps(
-            begin, end, [&](int64_t i) { prefetch_lines(source(i), record_bytes); },
-            [&](int64_t i) { copy(target(i), source(i), record_bytes); });
-        finish_streaming();
-    });
 }
 
 }  // namespace nestpipe

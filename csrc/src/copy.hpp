@@ -16,8 +16,4 @@ void finish_streaming();
 // For an output of this size: beyond a few MiB it would not stay in a cache anyway.
 Copy copy_for(uint64_t total_bytes);
 
-// Record to_places[i] of `to` becomes record from_places[i] of `from`.
-void copy_records(const char* from, const int64_t* from_places, char* to, const int64_t* to_places, int64_t count,
-                  uint64_t record_bytes, int32_t num_threads);
-
 }  // namespace nestpipe

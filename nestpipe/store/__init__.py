@@ -5,7 +5,6 @@ from nestpipe.store.dict_store import DictStore
 from nestpipe.store.host_store import HostStore
 from nestpipe.store.interface import NUM_BUCKETS, Gathered, MemoryReport, Piece, Store, TableFullError, TableSpec
 from nestpipe.store.key_ops import group_by_owner, group_by_row, hash_keys, match_tables, unique
-from nestpipe.store.record_ops import copy_records
 from nestpipe.store.writer import Writer
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "TableSpec",
     "Writer",
     "cluster",
-    "copy_records",
     "group_by_owner",
     "group_by_row",
     "hash_keys",

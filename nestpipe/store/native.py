@@ -125,7 +125,6 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),
     "cluster": (POINTER(NativeBatch), c_int32, c_int32, c_uint64, c_void_p, c_void_p),
-    "copy_records": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32),
     "group_by_row": (*_KEYS, *_KEYS, c_int64, c_void_p, c_void_p, c_void_p),
     "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
     "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
