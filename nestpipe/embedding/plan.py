@@ -1,4 +1,4 @@
-"""Which rows and gradients of a batch travel with which of its micro-batches.
+"""The plan of a batch: the rows and gradients that travel with each of its micro-batches.
 
 Requester and owner plan alike, from the bits that say which micro-batches use a key. Once: a row travels with the first
 micro-batch that uses it, its gradient with the last one. Resend: both travel with every micro-batch that uses the row.
@@ -27,7 +27,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class TravelList:
-    """Which keys of a list travel with each micro-batch, to or from which rank."""
+    """The keys of a list that travel with each micro-batch, and how many go to, or come from, each rank."""
 
     places: Tensor
     """micro-batch after micro-batch: places of the keys of other ranks, ascending, then those of this rank's own"""

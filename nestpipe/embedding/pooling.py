@@ -23,7 +23,7 @@ from nestpipe.store.native import NativeOccurrences, call, pointer
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Which rows each sample has."""
+    """The rows of each sample."""
 
     index: Tensor
     """[n] int64: a row; one beyond the last row stands for padding, no row"""
@@ -52,7 +52,7 @@ class Occurrences:
 def pool(features: Sequence[Occurrences | DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
     """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side.
 
-    Of row_arrays on a device they must be DeviceOccurrences, and on the device.
+    For rows on a device they must be DeviceOccurrences, and on the device.
     """
     on_device = [of for of in features if isinstance(of, DeviceOccurrences)]
     if on_device:

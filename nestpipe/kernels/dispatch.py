@@ -1,4 +1,4 @@
-"""Which form of an operation runs on an array: kernels in Triton or torch, and how torch does it there."""
+"""Chooses the form of an operation for an array: kernels in Triton, or torch, and how torch does it there."""
 
 import os
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What is known of a batch on its way through the stages, in phases. `Stages` alone writes it."""
+"""The state of a batch on its way through the stages, in phases. `Stages` alone writes it."""
 
 from dataclasses import dataclass, field
 

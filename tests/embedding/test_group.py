@@ -1,4 +1,4 @@
-"""Which tables are one group: those that one call can treat alike.
+"""Tables form one group if one call can treat them alike.
 
 Fails, for example, if group_features leaves the dtype out of its key, or asks for the optimizer of a frozen table, if
 group_key returns the class of a user's own optimizer instead of its identity, or if _group sorts features by name.

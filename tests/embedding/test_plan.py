@@ -293,7 +293,7 @@ def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, lis
 
 
 def gradient_of(rows: torch.Tensor, rank: int, micro_batch: int) -> torch.Tensor:
-    """Of numbers whose sum depends on the order of adding."""
+    """Numbers whose sum depends on the order of adding."""
     return rows * (1 / 3 + rank) * 7.0**micro_batch
 
 

@@ -52,7 +52,7 @@ def group_of(dim: int, optimizer: RowOptimizer, dtype: torch.dtype, names: tuple
 
 
 def store_of(group: TableGroup) -> HostStore:
-    """Of each table, the even keys have a record."""
+    """The even keys of each table have a record."""
     store = HostStore()
     for number, table in enumerate(group.tables):
         store.create_table(table.spec(seed=3))

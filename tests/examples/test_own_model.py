@@ -11,7 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=140)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -27,6 +27,7 @@ def test_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(150)  # two ranks beside the other tests that run at the same time
 def test_under_torchrun() -> None:
     """test_ddp.py runs under torchrun in every run of the tests."""
     output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE))

@@ -6,16 +6,18 @@ lane was handed before; if Executor._do_here lets an error of a stage out where 
 
 import math
 from dataclasses import replace
-from threading import current_thread, main_thread
+from threading import Event, current_thread, main_thread
 
 import pytest
 
-from nestpipe.data import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.pipelining import light
+from nestpipe.pipelining.executor import Executor
 from nestpipe.pipelining.light import FIRST_PAUSE, NUM_AVERAGED, LightStages
-from nestpipe.pipelining.schedule import OVERLAPPING
+from nestpipe.pipelining.schedule import OVERLAPPING, Op
+from nestpipe.pipelining.stage import COMPUTE
 from nestpipe.pipelining.stages import Stages
+from nestpipe.pipelining.trace import Trace
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 
 LIGHT_SECONDS = 1.5e-3
@@ -45,6 +47,31 @@ def test_what_waits_is_not_light() -> None:
         for _ in range(pause):
             assert not stages.is_light("prefetch")
             stages.record("prefetch", 0.0, 0.02, is_here=False)
+
+
+def test_the_order_of_a_lane_stays() -> None:
+    """A short operation does not overtake a long one of its lane, which it does not wait for."""
+    done: list[tuple[str, bool]] = []
+    goes_on = Event()
+
+    def long_one(op: Op) -> None:
+        goes_on.wait(10)
+        done.append(("write_back", current_thread() is main_thread()))
+
+    def short_one(op: Op) -> None:
+        done.append(("retrieve", current_thread() is main_thread()))
+
+    listed = [Op("write_back", "host", 0), Op("retrieve", "host", 1), Op("begin", COMPUTE, 1)]
+    short = LightStages(math.inf)
+    for _ in range(NUM_AVERAGED):
+        short.record("retrieve", 0.0, 0.0, is_here=False)
+    world, actions = World(), {"write_back": long_one, "retrieve": short_one}
+    executor = Executor(iter(listed), actions, Trace(), world.watch, world.streams, light=short)
+    executor.play_until("begin")
+    goes_on.set()
+    executor.drain()
+    executor.close()
+    assert done == [("write_back", False), ("retrieve", False)]
 
 
 def train(world: World, schedule: str, light_seconds: float) -> tuple[str, set[str]]:
@@ -92,13 +119,18 @@ def test_same_bits(ranks: int) -> None:
 
 @pytest.mark.parametrize("light_seconds", [0.0, math.inf])
 def test_errors_come_where_those_of_lanes_do(light_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the store is raised by the step that needs it, and steps before it are applied."""
+    """An error of the store is raised by the step that needs its rows, and steps before that one are applied."""
+    original = Stages.retrieve
+
+    def fails_for_batch_4(self: Stages, op: Op) -> None:
+        if op.batch == 4:
+            raise MemoryError("no memory for the rows")
+        original(self, op)
+
     monkeypatch.setattr(light, "LIGHT_SECONDS", light_seconds)
     monkeypatch.setattr(light, "NUM_AVERAGED", 1)
+    monkeypatch.setattr(Stages, "retrieve", fails_for_batch_4)
     trainer = make_trainer(World(), replace(CASE, schedule="inter"))
-    trainer.check_split = False
-    batches = global_batches(6)
-    batches[4] = Batch({"items": Jagged.from_lists([[1]])}, {})
-    with pytest.raises(ValueError, match="features do not match"):
-        trainer.fit(batches)
+    with pytest.raises(MemoryError, match="no memory for the rows"):
+        trainer.fit(global_batches(6))
     assert trainer.num_steps == 4

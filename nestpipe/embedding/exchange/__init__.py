@@ -75,8 +75,3 @@ def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Mem
 def sum_limit(dtype: torch.dtype, world_size: int) -> float:
     """Returns the largest magnitude of a requester's sum that leaves the sum over all ranks finite."""
     return torch.finfo(dtype).max / (2 * world_size)
-
-
-def trained(rows: Tensor, is_trained: bool) -> Tensor:
-    """Marks rows as those in which a gradient arrives."""
-    return rows.requires_grad_(is_trained)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nestpipe.device.streams import Mark, use_here
 from nestpipe.distributed import Channel
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import sum_limit, trained
+from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import GroupPlan, MessageSizes, Plan, make_plan
@@ -116,7 +116,7 @@ class DistributedBatch:
     def rows(self, micro_batch: int) -> list[Tensor]:
         rows = [requester.take_rows(micro_batch) for requester in self._requesters]
         use_here(*rows)
-        return [trained(r, not lists.group.frozen) for r, lists in zip(rows, self._plan.groups, strict=True)]
+        return [r.requires_grad_(not lists.group.frozen) for r, lists in zip(rows, self._plan.groups, strict=True)]
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients)
@@ -127,10 +127,8 @@ class DistributedBatch:
             if not lists.group.frozen:
                 gradient = gradients[g] if len(gradients) > 0 else None
                 collected = requester.collect(micro_batch, gradient, self.exceeds)
-                places, in_message = (
-                    lists.gradients_out.others(micro_batch),
-                    lists.gradients_out.in_message(micro_batch),
-                )
+                returned = lists.gradients_out
+                places, in_message = returned.others(micro_batch), returned.in_message(micro_batch)
                 self._memory.write_message(collected, places, message, in_message)
                 sources[g] = collected
         outgoing = Outgoing(message, self._memory.sealed(message))

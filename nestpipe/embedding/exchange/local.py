@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestpipe.device.streams import use_here
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import sum_limit, trained
+from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Plan
@@ -67,7 +67,7 @@ class LocalBatch:
     def rows(self, micro_batch: int) -> list[Tensor]:
         rows = self._rows.pop(micro_batch)
         use_here(*rows)
-        return [trained(r, not dedup.group.frozen) for r, (dedup, _) in zip(rows, self._groups, strict=True)]
+        return [r.requires_grad_(not dedup.group.frozen) for r, (dedup, _) in zip(rows, self._groups, strict=True)]
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients)
