@@ -71,4 +71,4 @@ bench: install native ## every benchmark against its targets; wants an idle mach
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
 
 clean: ## remove what was built, the environment included
-	rm -rf .venv build nestpipe/store/*.so
+	rm -rf .venv build nestpipe/store/native/*.so

@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "nestpipe/store/libnestpipe.so"
+LIBRARY = "nestpipe/store/native/libnestpipe.so"
 
 
 class NativeBuildHook(BuildHookInterface):

@@ -3,21 +3,21 @@
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Batches
 from nestpipe.distributed.world import World
-from nestpipe.embedding import row_optimizer as rows
+from nestpipe.embedding import optim as rows
 from nestpipe.embedding.features import Embeddings
-from nestpipe.embedding.row_optimizer import RowOptimizer
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.table import Pooled, Sequence, Table
+from nestpipe.evaluation.evaluate import evaluate
+from nestpipe.evaluation.ranking_metrics import RankMetrics
+from nestpipe.evaluation.scorer import Scorer
+from nestpipe.evaluation.validation import Validation
 from nestpipe.pipelining.finite import NonFiniteError
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import pipeline
 from nestpipe.pipelining.step import Step
 from nestpipe.store import init
-from nestpipe.train.evaluate import evaluate
-from nestpipe.train.rank_metrics import RankMetrics
 from nestpipe.train.reducer import DenseReducer
-from nestpipe.train.scorer import Scorer
 from nestpipe.train.trainer import Trainer
-from nestpipe.train.validation import Validation
 
 __all__ = [
     "Batch",

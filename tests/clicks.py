@@ -5,7 +5,7 @@ import torch
 import nestpipe
 from nestpipe import World
 from nestpipe.data.dataset import Batches
-from nestpipe.data.synthetic import NUM_DENSE, ClickData
+from nestpipe.data.synthetic.clicks import NUM_DENSE, ClickData
 from nestpipe.models import DLRM
 
 DIM = 8

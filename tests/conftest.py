@@ -1,10 +1,13 @@
 """For all tests: Ctrl-C interrupts, also where the tests are a shell's background job, which ignores it; stages run on
-their lanes, however small the batches of a test are; tests that time other processes are marked."""
+their lanes, however small the batches of a test are; tests that time other processes are marked; no test sees the
+settings of torch that another one has changed."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nestpipe.pipelining import light
 
@@ -19,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.path).parent.name in TIMED:
             item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nestpipe.data.published.manifest import Manifest, describe_file
+from nestpipe.data.files.manifest import Manifest, describe_file
 
 
 def write_parquet(path: Path, columns: Mapping[str, object], group_rows: int = 10) -> Path:

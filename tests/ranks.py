@@ -15,7 +15,7 @@ _PRELOAD = [
     "torch._dynamo",
     "pytest",
     "nestpipe",
-    "nestpipe.train.run",
+    "nestpipe.recipe.run",
     "tests.exactness.cases",
 ]
 _CONTEXT.set_forkserver_preload(_PRELOAD)  # 0.1 s a start instead of 5

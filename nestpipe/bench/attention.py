@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
-from nestpipe.bench.pairs import compare, spread
-from nestpipe.bench.report import Record
+from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.pairs import compare, spread
+from nestpipe.bench.harness.report import Record
 from nestpipe.ops.attention import fuxi_attention, hstu_attention
 from nestpipe.ops.sequences import BLOCK, NUM_TIME_BUCKETS, Sequences
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nestpipe.bench.report import Record
-from nestpipe.data.histories import HistoryData
-from nestpipe.data.history_baselines import Guess, count, ranks_of_targets
-from nestpipe.data.history_oracle import HistoryOracle
+from nestpipe.bench.harness.report import Record
+from nestpipe.data.synthetic.histories import HistoryData
+from nestpipe.data.synthetic.history_baselines import Guess, count, ranks_of_targets
+from nestpipe.data.synthetic.history_oracle import HistoryOracle
 from nestpipe.distributed import World
-from nestpipe.train.build import Run, build
-from nestpipe.train.build_data import HELD_OUT, build_histories
-from nestpipe.train.config import SEQUENCE_MODELS, Config
-from nestpipe.train.config_text import load_config
-from nestpipe.train.evaluate import evaluate
-from nestpipe.train.rank_metrics import RankMetrics, hit_rate, mrr, ndcg
+from nestpipe.evaluation.evaluate import evaluate
+from nestpipe.evaluation.ranking_metrics import RankMetrics, hit_rate, mrr, ndcg
+from nestpipe.recipe.build import Run, build
+from nestpipe.recipe.build_data import HELD_OUT, build_histories
+from nestpipe.recipe.config import SEQUENCE_MODELS, Config
+from nestpipe.recipe.text import load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CORES = 2

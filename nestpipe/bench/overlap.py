@@ -15,19 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nestpipe.bench.pairs import spread
-from nestpipe.bench.ranks import records_of_ranks
-from nestpipe.bench.report import Record
+from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.harness.ranks import records_of_ranks
+from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel, World
-from nestpipe.embedding.row_optimizer import SGD
+from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
+from nestpipe.recipe.summary import step_value
 from nestpipe.train.reducer import DenseReducer
-from nestpipe.train.summary import step_value
 
 SEED = 1
 NUM_RANKS = 2

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestpipe.bench.pairs import spread, take_turns
-from nestpipe.bench.report import Record
+from nestpipe.bench.harness.pairs import spread, take_turns
+from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.embedding.row_optimizer import Adagrad, Adam, RowOptimizer
+from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer
 from nestpipe.embedding.table import Feature, Pooled, Table, tables_of
 from nestpipe.pipelining.pipeline import make_store, pipeline
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nestpipe.bench.memory import peak_of_command
-from nestpipe.bench.pairs import compare
-from nestpipe.bench.report import Record
-from nestpipe.data.published.engine import MEMORY_BYTES, num_threads
-from nestpipe.data.published.generate import generate
-from nestpipe.data.published.kuairand import COLUMNS, find_kuairand
-from nestpipe.data.published.manifest import MANIFEST, read_manifest
-from nestpipe.data.published.target_folder import UNFINISHED
+from nestpipe.bench.harness.memory import peak_of_command
+from nestpipe.bench.harness.pairs import compare
+from nestpipe.bench.harness.report import Record
+from nestpipe.data.files.manifest import MANIFEST, read_manifest
+from nestpipe.datasets.engine import MEMORY_BYTES, num_threads
+from nestpipe.datasets.generate import generate
+from nestpipe.datasets.kuairand import COLUMNS, find_kuairand
+from nestpipe.datasets.target_folder import UNFINISHED
 from nestpipe.distributed.child import die_with_parent
 
 SEED = 1

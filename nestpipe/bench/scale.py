@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.bench.pairs import spread
-from nestpipe.bench.report import Record
+from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.cluster import GIVEN_ORDER
 from nestpipe.distributed import Channel
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
 from nestpipe.embedding.group import FeatureGroups, group_features

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.bench.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
-from nestpipe.bench.pairs import compare
-from nestpipe.bench.report import Record
+from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.pairs import compare
+from nestpipe.bench.harness.report import Record
 from nestpipe.store import HostStore, TableSpec, group_by_owner, unique
 
 SEED = 1

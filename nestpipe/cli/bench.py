@@ -9,20 +9,20 @@ import typer
 from rich.console import Console
 
 from nestpipe.bench import attention as attention_bench
-from nestpipe.bench import cluster as cluster_bench
-from nestpipe.bench import consistency as consistency_bench
-from nestpipe.bench import consistency_figures
-from nestpipe.bench import h200 as h200_bench
 from nestpipe.bench import learning as learning_bench
-from nestpipe.bench import network as network_bench
 from nestpipe.bench import overlap as overlap_bench
 from nestpipe.bench import plain as plain_bench
 from nestpipe.bench import scale as scale_bench
-from nestpipe.bench import schedules as schedules_bench
 from nestpipe.bench import store as store_bench
-from nestpipe.bench.hosts import check_possible
-from nestpipe.bench.report import Record, load_records, print_records, run_bench
-from nestpipe.bench.targets import find_misses, load_targets
+from nestpipe.bench.cluster import run as cluster_bench
+from nestpipe.bench.consistency import figures
+from nestpipe.bench.consistency import run as consistency_bench
+from nestpipe.bench.h200 import run as h200_bench
+from nestpipe.bench.harness.hosts import check_possible
+from nestpipe.bench.harness.report import Record, load_records, print_records, run_bench
+from nestpipe.bench.harness.targets import find_misses, load_targets
+from nestpipe.bench.network import run as network_bench
+from nestpipe.bench.schedules import run as schedules_bench
 
 app = typer.Typer(help="Measure, and compare with the targets in benchmarks/targets.toml.", no_args_is_help=True)
 
@@ -110,7 +110,7 @@ def learning(path: Json, quick: Quick = False, check: Check = False) -> None:
 @app.command()
 def reader(path: Json, quick: Quick = False, check: Check = False) -> None:
     """The loader on one core against what training consumes: clicks for the demo, histories for an HSTU recipe."""
-    from nestpipe.bench import reader as reader_bench  # pyarrow is imported where it is used
+    from nestpipe.bench.reader import run as reader_bench  # pyarrow is imported where it is used
 
     _run("reader", lambda: reader_bench.records(quick), path, quick, check)
 
@@ -172,7 +172,7 @@ def redraw(
     draw = _drawing(plot, path) if plot is not None else None
     try:
         records = load_records(path, "consistency")
-        typer.echo(consistency_figures.table(records))
+        typer.echo(figures.table(records))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if draw is not None:
@@ -187,7 +187,7 @@ def _drawing(plot: Path, result: Path) -> Draw:
 
     def draw(records: list[Record]) -> None:
         try:
-            plot.write_text(consistency_figures.plot(records))
+            plot.write_text(figures.plot(records))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 

@@ -37,7 +37,7 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace a finished DST.")] = False,
 ) -> None:
     """From published files to Parquet, in bounded memory: filtered, sorted and re-indexed as is usual for the data."""
-    from nestpipe.data.published.prepare import prepare as prepare_files  # an engine, which nothing else needs
+    from nestpipe.datasets.prepare import prepare as prepare_files  # an engine, which nothing else needs
 
     console = Console()
     try:
@@ -61,7 +61,7 @@ def generate(
     ] = None,
 ) -> None:
     """Files in a published format whose contents are made up, as skewed and as unsorted as the real ones."""
-    from nestpipe.data.published.generate import generate as generate_files
+    from nestpipe.datasets.generate import generate as generate_files
 
     try:
         files = generate_files(data_format, target, num_rows, seed=seed, variant=variant)

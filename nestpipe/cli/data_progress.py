@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from nestpipe.data.published.manifest import Manifest
+from nestpipe.data.files.manifest import Manifest
 
 SHARE_A_LINE = 0.1
 """of the whole, between two lines of one stage"""

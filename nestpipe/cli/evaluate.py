@@ -12,10 +12,10 @@ from rich.console import Console
 from nestpipe.cli.launch import launch
 from nestpipe.cli.show import show_evaluation
 from nestpipe.cli.this_rank import check_writable, failed, on_this_rank
+from nestpipe.recipe.run import evaluate_saved
+from nestpipe.recipe.text import change_config, parse_config
+from nestpipe.recipe.value import ConfigError
 from nestpipe.train.checkpoint import CheckpointError, find_checkpoint, read_recipe
-from nestpipe.train.config_text import change_config, parse_config
-from nestpipe.train.config_value import ConfigError
-from nestpipe.train.run import evaluate_saved
 
 
 def evaluate(

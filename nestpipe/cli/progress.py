@@ -9,7 +9,7 @@ from itertools import count
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nestpipe.train.run import AfterStep
+from nestpipe.recipe.run import AfterStep
 from nestpipe.train.trainer import FitResult
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.train.run import Summary
-from nestpipe.train.summary import TIME_FIELDS
+from nestpipe.recipe.run import Summary
+from nestpipe.recipe.summary import TIME_FIELDS
 
 MEANINGS = {
     "dense_ms": "dense compute",

@@ -10,11 +10,11 @@ import typer
 
 from nestpipe.distributed import RankError, World
 from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.run import Summary
+from nestpipe.recipe.value import ConfigError
 from nestpipe.store.cores import usable_cores
 from nestpipe.train.checkpoint import CheckpointError
-from nestpipe.train.config import Config
-from nestpipe.train.config_value import ConfigError
-from nestpipe.train.run import Summary
 
 EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError, OSError, MemoryError)
 """Errors whose text says it all; any other is shown with its traceback."""

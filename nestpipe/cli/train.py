@@ -15,13 +15,13 @@ from nestpipe.cli.progress import show_progress
 from nestpipe.cli.show import show_summary
 from nestpipe.cli.this_rank import check_writable, failed, on_this_rank
 from nestpipe.distributed import World
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.resume import with_saved_machine_keys
+from nestpipe.recipe.run import Summary, run
+from nestpipe.recipe.text import describe, load_config
+from nestpipe.recipe.trace_file import parse_steps
+from nestpipe.recipe.value import ConfigError
 from nestpipe.train.checkpoint import CheckpointError
-from nestpipe.train.config import Config
-from nestpipe.train.config_text import describe, load_config
-from nestpipe.train.config_value import ConfigError
-from nestpipe.train.resume import with_saved_machine_keys
-from nestpipe.train.run import Summary, run
-from nestpipe.train.trace_file import parse_steps
 
 
 def train(

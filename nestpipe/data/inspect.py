@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Dataset
+from nestpipe.data.files.manifest import MANIFEST
+from nestpipe.data.files.parquet import ParquetData
+from nestpipe.data.files.prepared import CLICK_FEATURES, Prepared, read_prepared
+from nestpipe.data.files.row_files import RowFile, find_files, open_files
+from nestpipe.data.files.schema import Schema
+from nestpipe.data.files.user_histories import UserHistories
 from nestpipe.data.key_counts import HOTTEST, KeyCounts
-from nestpipe.data.parquet import ParquetData
-from nestpipe.data.prepared import CLICK_FEATURES, Prepared, read_prepared
-from nestpipe.data.published.manifest import MANIFEST
-from nestpipe.data.row_files import RowFile, find_files, open_files
-from nestpipe.data.schema import Schema
-from nestpipe.data.user_histories import UserHistories
 
 NUM_BATCHES = 8
 """consecutive ones, of the order that training has, of which is counted what they share"""

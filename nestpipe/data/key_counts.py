@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nestpipe.data.draws import stream
+from nestpipe.data.synthetic.draws import stream
 
 MOST_KEYS = 2**18
 HOTTEST = (0.001, 0.01, 0.1)

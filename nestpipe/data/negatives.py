@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Dataset, Fingerprint, fingerprint_of
-from nestpipe.data.draws import following, stream
+from nestpipe.data.synthetic.draws import following, stream
 
 NEGATIVES_PER = ("position", "sample")
 

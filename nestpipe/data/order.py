@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from nestpipe.data.draws import stream
+from nestpipe.data.synthetic.draws import stream
 
 Numbers = NDArray[np.int64]
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.cluster import GIVEN_ORDER, Clustering, in_order
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering, in_order
 from nestpipe.embedding.group import FeatureGroups, TableGroup
-from nestpipe.kernels.pooling import DeviceOccurrences
-from nestpipe.store import plan_ops
+from nestpipe.kernels.rows.pooling import DeviceOccurrences
+from nestpipe.store.native import plan_ops
 
 MOST_LOSSES = 8
 

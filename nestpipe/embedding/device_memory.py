@@ -21,11 +21,11 @@ from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import with_occurrences
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import HostCall
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.plan import ALIGNMENT, message_unit
-from nestpipe.embedding.row_optimizer import RowOptimizer
-from nestpipe.kernels import rows as row_kernels
-from nestpipe.kernels.keep_alive import keep_alive_until
-from nestpipe.kernels.segments import Segments, sum_segments
+from nestpipe.kernels.rows import copy as row_kernels
+from nestpipe.kernels.rows.keep_alive import keep_alive_until
+from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 T = TypeVar("T", bound=OfTensors)
 

@@ -11,7 +11,7 @@ from nestpipe.embedding.dedup import BatchDedup, FeaturePart, RequesterDedup
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.pooling import Occurrences, pool
 from nestpipe.embedding.table import Feature, Pooled
-from nestpipe.kernels.pooling import DeviceOccurrences, make_occurrences
+from nestpipe.kernels.rows.pooling import DeviceOccurrences, make_occurrences
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.embedding.row_optimizer import RowOptimizer, group_key
+from nestpipe.embedding.optim import RowOptimizer, group_key
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.store.interface import MOST_ROWS
-from nestpipe.store.plan_ops import table_salts
+from nestpipe.store.native.plan_ops import table_salts
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import HostCall
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
-from nestpipe.embedding.row_optimizer import RowOptimizer
-from nestpipe.kernels.segments import Segments
-from nestpipe.store import row_ops
+from nestpipe.kernels.rows.segments import Segments
+from nestpipe.store.native import row_ops
 
 T = TypeVar("T", bound=OfTensors)
 

@@ -14,8 +14,8 @@ from nestpipe.device.streams import Mark, is_accelerator
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.group import FeatureGroups
-from nestpipe.embedding.row_optimizer import RowOptimizer
-from nestpipe.kernels.segments import Segments
+from nestpipe.embedding.optim import RowOptimizer
+from nestpipe.kernels.rows.segments import Segments
 
 T = TypeVar("T", bound=OfTensors)
 

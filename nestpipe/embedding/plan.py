@@ -17,8 +17,9 @@ from torch import Tensor
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.route import OwnerDedup, Route
-from nestpipe.kernels.segments import Segments, make_segments
-from nestpipe.store import group_by_row, plan_ops
+from nestpipe.kernels.rows.segments import Segments, make_segments
+from nestpipe.store import group_by_row
+from nestpipe.store.native import plan_ops
 
 WINDOWS = ("once", "resend")
 ALIGNMENT = 16

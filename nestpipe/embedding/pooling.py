@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.recycler import recycled
-from nestpipe.kernels.pooling import DeviceOccurrences
-from nestpipe.kernels.pooling import pool as pool_on_device
+from nestpipe.kernels.rows.pooling import DeviceOccurrences
+from nestpipe.kernels.rows.pooling import pool as pool_on_device
 from nestpipe.store.interface import DTYPES
-from nestpipe.store.native import NativeOccurrences, call, pointer
+from nestpipe.store.native.library import NativeOccurrences, call, pointer
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nestpipe.distributed import Channel
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
-from nestpipe.store import plan_ops
+from nestpipe.store.native import plan_ops
 
 KEY_BYTES = 8
 

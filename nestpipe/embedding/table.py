@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nestpipe.embedding.row_optimizer import SGD, RowOptimizer, check_row_optimizer
+from nestpipe.embedding.optim import SGD, RowOptimizer, check_row_optimizer
 from nestpipe.store import TableSpec
 from nestpipe.store.init import Distribution, Normal
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestpipe.kernels.attention_tiles import LARGEST_DIM, SIZES
+from nestpipe.kernels.attention.tiles import LARGEST_DIM, SIZES
 from nestpipe.kernels.dispatch import compiles_triton, interprets_triton
 from nestpipe.kernels.precision import product_dtype as product_dtype
 from nestpipe.kernels.precision import without_autocast
@@ -31,7 +31,7 @@ def hstu_attention(
     if form == "plain":
         return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
     if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
-        from nestpipe.kernels.attention import hstu_attention_kernel  # imports Triton
+        from nestpipe.kernels.attention.attention import hstu_attention_kernel  # imports Triton
 
         return hstu_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
     out: Tensor = BlockedHstu.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def fuxi_attention(
     if form == "plain":
         return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
     if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
-        from nestpipe.kernels.attention import fuxi_attention_kernel  # imports Triton
+        from nestpipe.kernels.attention.attention import fuxi_attention_kernel  # imports Triton
 
         return fuxi_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
     out: Tensor = BlockedFuxi.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ def hstu_layer(
     dim_qk = weights.w_uvqk.shape[1] // (2 * num_heads) - dim_v
     size = tile_size(x, dim_qk, dim_v, form)
     if size is not None:
-        from nestpipe.kernels.hstu_layer import LayerShape, hstu_layer_kernel  # imports Triton
+        from nestpipe.kernels.layers.hstu_layer import LayerShape, hstu_layer_kernel  # imports Triton
 
         shape = LayerShape(num_heads, dim_qk, dim_v, dropout, EPS, product_dtype(x))
         of_layer = weights.w_uvqk, weights.w_pos, weights.w_ts, weights.w_out, weights.b_out

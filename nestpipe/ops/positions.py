@@ -13,6 +13,6 @@ def add_positions(
     """[num_tokens, dim]: scale * values[i] + positions[place of token i]. tile_size: None where no kernels run."""
     if tile_size is None or not values.dtype == positions.dtype == torch.float32:
         return scale * values + F.embedding(sequences.places, positions)
-    from nestpipe.kernels.positions import add_positions_kernel  # imports Triton
+    from nestpipe.kernels.layers.positions import add_positions_kernel  # imports Triton
 
     return add_positions_kernel(values, positions, sequences.in_tiles(tile_size), scale)

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.kernels.attention_tiles import SIZES
+from nestpipe.kernels.attention.tiles import SIZES
 from nestpipe.kernels.dispatch import compiles_triton, elements_at_a_time, runs_triton
 from nestpipe.kernels.precision import product_dtype, without_autocast
-from nestpipe.kernels.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
-from nestpipe.kernels.upload import upload
+from nestpipe.kernels.rows.upload import upload
+from nestpipe.kernels.softmax.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
 from nestpipe.ops.ordered import add_in_order
 from nestpipe.ops.row_sequences import RowSequence, check_targets, next_items
 from nestpipe.ops.sequences import BLOCK, Sequences

@@ -8,9 +8,9 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.attention_tiles import Tiles as Tiles
+from nestpipe.kernels.attention.tiles import Tiles as Tiles
 from nestpipe.kernels.dispatch import elements_at_a_time
-from nestpipe.kernels.upload import upload
+from nestpipe.kernels.rows.upload import upload
 
 NUM_TIME_BUCKETS = 129
 BLOCK = 64

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nestpipe.data.cluster import BY_KEYS, Clustering
+from nestpipe.embedding.cluster import BY_KEYS, Clustering
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
-from nestpipe.store.native import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
+from nestpipe.store.native.library import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
 from nestpipe.store.writer import WriteAccess, Writer
 
 

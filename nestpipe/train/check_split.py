@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.cluster import GIVEN_ORDER, Clustering
 from nestpipe.data.dataset import BatchSource
 from nestpipe.distributed import World
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
+from nestpipe.embedding.read import read_batch
 from nestpipe.embedding.table import Feature
 from nestpipe.store import HostStore
 from nestpipe.train.fixed_noise import FixedNoise, fixed_noise, seed_alike
 from nestpipe.train.loss import loss_sums
-from nestpipe.train.read import read_batch
 
 MOST_SMALL_BATCHES = 16
 """of fewer than two samples at the beginning, after which the check is given up"""

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from nestpipe.bench import consistency
-from nestpipe.bench.consistency_figures import plot, table
-from nestpipe.bench.report import Record
+from nestpipe.bench.consistency import run
+from nestpipe.bench.consistency.figures import plot, table
+from nestpipe.bench.harness.report import Record
 from nestpipe.cli.bench import app
-from tests.bench.test_consistency_figures import whole_run
+from tests.bench.consistency.test_figures import whole_run
 
 
 def call(*arguments: object) -> Result:
@@ -26,7 +26,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         started.append(quick)
         yield from whole_run()
 
-    monkeypatch.setattr(consistency, "records", records)
+    monkeypatch.setattr(run, "records", records)
     return started
 
 

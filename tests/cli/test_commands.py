@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import nestpipe
-from nestpipe.bench.targets import find_misses, load_targets
+from nestpipe.bench.harness.targets import find_misses, load_targets
 from nestpipe.cli.main import app
 
 

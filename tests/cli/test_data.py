@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from nestpipe.cli.data_progress import show_stages
 from nestpipe.cli.main import app
-from nestpipe.data.published.manifest import read_manifest
+from nestpipe.data.files.manifest import read_manifest
 from tests.cli.test_commands import quick_records
 
 
@@ -65,7 +65,7 @@ def test_training_needs_no_engine() -> None:
         "import sys; sys.modules['duckdb'] = None\n"
         "import nestpipe, nestpipe.cli.main\n"
         "from pathlib import Path\n"
-        "from nestpipe.data.published.engine import Engine\n"
+        "from nestpipe.datasets.engine import Engine\n"
         "try: Engine(Path('x'))\n"
         "except ValueError as error: print(error)\n"
     )

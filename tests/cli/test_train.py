@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from nestpipe.cli.main import app
 from nestpipe.pipelining.schedule import operations
 from nestpipe.pipelining.step_times import BYTE_FIELDS
-from nestpipe.train.config_text import describe
-from nestpipe.train.summary import TIME_FIELDS
+from nestpipe.recipe.summary import TIME_FIELDS
+from nestpipe.recipe.text import describe
 from tests.schedules import NESTED
 
 SMALL = ("model.dim=8", "model.bottom=[16]", "model.top=[32]", "train.batch_size=64", "evaluate.num_samples=500")

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from nestpipe.data.files.row_files import BadDataError
 from nestpipe.data.inspect import estimate, inspect
 from nestpipe.data.key_counts import KeyCounts
-from nestpipe.data.row_files import BadDataError
 from tests.files import write_clicks, write_histories, write_numbers, write_parquet
 
 

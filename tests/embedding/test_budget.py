@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Pooled, Sequence, Table, Trainer, World
 from nestpipe.data import Jagged
-from nestpipe.data.cluster import Clustering
 from nestpipe.distributed import RankError
-from nestpipe.embedding.row_optimizer import Adagrad, RowwiseAdagrad
+from nestpipe.embedding.cluster import Clustering
+from nestpipe.embedding.optim import Adagrad, RowwiseAdagrad
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import group_by_owner
 from tests.exactness.cases import on_ranks

@@ -14,11 +14,11 @@ import torch
 
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
-from nestpipe.data.cluster import GIVEN_ORDER, Clustering
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import RequesterDedup, _cluster_lists, _Distinct, dedup_batch
 from nestpipe.embedding.group import FeatureGroups, group_features
-from nestpipe.embedding.row_optimizer import SGD, RowOptimizer
-from tests.store.key_batches import owner
+from nestpipe.embedding.optim import SGD, RowOptimizer
+from tests.store.native.key_batches import owner
 
 PADDING = -7
 NUM_SAMPLES = 13

@@ -13,7 +13,7 @@ from nestpipe.data import Jagged
 from nestpipe.distributed import Channel
 from nestpipe.embedding import device_memory
 from nestpipe.embedding.device_memory import DeviceMemory
-from nestpipe.embedding.row_optimizer import SGD, Adagrad
+from nestpipe.embedding.optim import SGD, Adagrad
 from nestpipe.pipelining import pipeline as pipeline_module
 from tests.exactness.cases import on_ranks
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from nestpipe import Batch, World
-from nestpipe.data.cluster import Clustering
+from nestpipe.embedding.cluster import Clustering
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.group import group_features
 from nestpipe.store import group_by_owner, unique

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
-from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.features import Embeddings, SequenceEmbedding
 from nestpipe.embedding.group import FeatureGroups, group_features

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestpipe import Pooled, Sequence, Table
 from nestpipe.embedding.group import FeatureGroups, group_features
-from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, LearningRate, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, LearningRate, RowOptimizer, RowwiseAdagrad
 
 
 class Own(RowOptimizer):

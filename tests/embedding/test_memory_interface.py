@@ -14,9 +14,9 @@ from torch import Tensor
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory, memory_on
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.plan import message_unit
-from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
-from nestpipe.kernels.segments import Segments, make_segments
+from nestpipe.kernels.rows.segments import Segments, make_segments
 
 CPU = torch.device("cpu")
 SHAPES = [(1, torch.float32), (5, torch.float32), (16, torch.float32), (3, torch.float64), (8, torch.float64)]

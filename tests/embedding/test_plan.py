@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
-from nestpipe.data.cluster import GIVEN_ORDER
 from nestpipe.distributed import Channel
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
 from nestpipe.embedding.group import group_features
@@ -36,7 +36,7 @@ from nestpipe.embedding.plan import (
 from nestpipe.embedding.resident import RecordMemory
 from nestpipe.embedding.route import Route, route_keys
 from tests.embedding.thread_ranks import on_threads
-from tests.store.key_batches import owner
+from tests.store.native.key_batches import owner
 
 A, B = Table("a", 5), Table("b", 5)
 C, D = Table("c", 3, dtype=torch.float64), Table("d", 1, frozen=True)

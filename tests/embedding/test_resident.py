@@ -17,6 +17,7 @@ from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.group import TableGroup, group_features
 from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.optim import SGD, Adagrad, RowOptimizer
 from nestpipe.embedding.resident import (
     Overlap,
     RecordMemory,
@@ -28,7 +29,6 @@ from nestpipe.embedding.resident import (
     write_back,
 )
 from nestpipe.embedding.route import OwnerDedup
-from nestpipe.embedding.row_optimizer import SGD, Adagrad, RowOptimizer
 from nestpipe.embedding.table import Pooled, Table
 from nestpipe.store import HostStore, init
 

@@ -6,7 +6,7 @@ Fails, for example, if adam takes the second moment from state + row_stride, or 
 import pytest
 import torch
 
-from nestpipe.embedding.row_optimizer import Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
 DIM = 37
 

@@ -12,10 +12,10 @@ import torch
 
 from nestpipe import Batch, Pooled, Table, World
 from nestpipe.data import Jagged
-from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.exchange import sum_limit
+from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.plan import WINDOWS
-from nestpipe.embedding.row_optimizer import SGD
 from nestpipe.pipelining.finite import NonFiniteError
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import SCHEDULES

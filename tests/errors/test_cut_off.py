@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from nestpipe.bench.hosts import linked_hosts, ranks_on
+from nestpipe.bench.harness.hosts import linked_hosts, ranks_on
 
 TIMEOUT_SECONDS = 3.0
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.data import Batch, Jagged
-from nestpipe.data.cluster import Clustering
 from nestpipe.distributed import World
-from nestpipe.embedding.row_optimizer import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.cluster import Clustering
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 from nestpipe.embedding.table import Feature, Pooled, Sequence, Table
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.store import init

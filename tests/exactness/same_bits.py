@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, Pooled, Sequence, Table
-from nestpipe.data.cluster import Clustering
+from nestpipe.embedding.cluster import Clustering
 from tests.ranks import run_ranks
 
 optim = getattr(nestpipe, "optim", None) or nestpipe.rows

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.data import Batch, Jagged
-from nestpipe.data.cluster import CLUSTER_METHODS
 from nestpipe.distributed import World
+from nestpipe.embedding.cluster import CLUSTER_METHODS
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.schedule import SCHEDULES, WINDOWED
 from tests.exactness.cases import OPTIMIZERS, Case, make_trainer, on_ranks, train

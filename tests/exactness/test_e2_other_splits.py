@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.data.cluster import CLUSTER_METHODS
+from nestpipe.embedding.cluster import CLUSTER_METHODS
 from nestpipe.pipelining.schedule import WINDOWED
 from tests.exactness.cases import OPTIMIZERS, Case, on_ranks, train
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from nestpipe import Batch, Jagged, RowOptimizer, Sequence, Table, World, init
-from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.pipelining import pipeline as pipeline_module
 from nestpipe.pipelining import stages
 from nestpipe.pipelining.pipeline import Pipeline

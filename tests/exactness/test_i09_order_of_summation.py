@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
-from nestpipe.data.cluster import GIVEN_ORDER
+from nestpipe.embedding.cluster import GIVEN_ORDER
 from tests.exactness.cases import on_ranks
 from tests.schedules import OUTER
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nestpipe import Batch, Pooled, Table, Trainer, World
 from nestpipe.data import Jagged
-from nestpipe.embedding.row_optimizer import Adagrad
+from nestpipe.embedding.optim import Adagrad
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import on_ranks
 

@@ -13,9 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from nestpipe.kernels import triton_rows, triton_sampled_softmax, triton_segments, triton_updates
-from nestpipe.kernels.attention_tiles import Tiles
-from nestpipe.kernels.sampled_softmax import Work
+from nestpipe.kernels.attention.tiles import Tiles
+from nestpipe.kernels.rows import triton_copy, triton_segments, triton_updates
+from nestpipe.kernels.softmax import triton_sampled_softmax
+from nestpipe.kernels.softmax.sampled_softmax import Work
 
 TYPES = {
     torch.float32: "*fp32",
@@ -58,8 +59,8 @@ for dtype in (torch.float32, torch.float64):
     triton_updates.adam(rows, both, gradient, mask, 0.9, 0.99, 0.1, 1e-8)
     triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, mask, 0.1, 1e-8)
     if dtype == torch.float32:
-        triton_rows.copy_rows(rows, places, gradient, places, 8)
-        triton_rows.add_rows(rows, places, gradient, places > 3, 1e38, places.int()[:1])
+        triton_copy.copy_rows(rows, places, gradient, places, 8)
+        triton_copy.add_rows(rows, places, gradient, places > 3, 1e38, places.int()[:1])
         triton_updates.sgd(rows, gradient, mask, 0.1)
         triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
 tiles = Tiles([2], torch.zeros(1, 4, dtype=torch.int64), places, 64)

@@ -3,7 +3,7 @@
 import pytest
 
 from nestpipe import World
-from nestpipe.bench.memory import resident_bytes
+from nestpipe.bench.harness.memory import resident_bytes
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import Case, global_batches, make_trainer
 

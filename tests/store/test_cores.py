@@ -14,7 +14,7 @@ COUNT = """
 import os
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 from nestpipe.cli.this_rank import on_this_rank
-from nestpipe.train.config import Config
+from nestpipe.recipe.config import Config
 def print_threads(config, world):
     print(config.store.num_threads, config.runtime.dense_threads)
 on_this_rank(Config(), print_threads)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.bench.memory import resident_bytes
-from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, group_by_owner, init, native
+from nestpipe.bench.harness.memory import resident_bytes
+from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, group_by_owner, init
 from nestpipe.store.interface import check_array
+from nestpipe.store.native import library
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_refused_reserve_maps_nothing() -> None:
 EXIT_DURING_A_CALL = """
 import threading, time, torch
 from nestpipe.store import HostStore, TableSpec
-from nestpipe.store.native import call
+from nestpipe.store.native.library import call
 store = HostStore(num_threads=2)
 store.create_table(TableSpec("item", 64))
 keys = torch.arange(200_000)
@@ -366,11 +367,11 @@ def test_small_tables_are_small() -> None:
 
 
 def test_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI_VERSION", 999)
+    monkeypatch.setattr(library, "ABI_VERSION", 999)
     with pytest.raises(ImportError, match="this package needs 999; run `make native` again"):
-        native._load(native.LIBRARY)
+        library._load(library.LIBRARY)
     with pytest.raises(ImportError, match="has not been built; run `make native`"):
-        native._load(native.LIBRARY.with_name("libmissing.so"))
+        library._load(library.LIBRARY.with_name("libmissing.so"))
 
 
 def test_check_array_says_what_to_do() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, World
-from nestpipe.embedding.row_optimizer import Adagrad, RowOptimizer
+from nestpipe.embedding.optim import Adagrad, RowOptimizer
 from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import Case, Momentum, global_batches, make_trainer, on_ranks, share_of

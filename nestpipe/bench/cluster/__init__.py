@@ -1,0 +1,1 @@
+"""`bench cluster`: clustering against recursive bisection."""

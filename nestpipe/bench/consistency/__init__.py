@@ -1,0 +1,1 @@
+"""`bench consistency`: what schedules, and stale rows, do to the quality of a model."""

@@ -1,0 +1,77 @@
+"""Digests of `bench h200`: on an accelerator every schedule ends with serial's bits, in float32 and with bfloat16."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from nestpipe.bench.h200.data import Repeating, Shape, make_batches
+from nestpipe.bench.harness.report import Record
+from nestpipe.distributed import World
+from nestpipe.embedding.optim import RowwiseAdagrad
+from nestpipe.embedding.table import Sequence, Table
+from nestpipe.models import HSTU
+from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.train.trainer import Trainer
+
+NUM_MICRO_BATCHES = 8
+STEPS = 8
+DIM, NUM_HEADS = 64, 2
+SHAPE = Shape(batch_size=64, length=64, num_negatives=16, num_distinct=3000, num_batches=3)
+QUICK_SHAPE = Shape(batch_size=16, length=8, num_negatives=4, num_distinct=100, num_batches=3)
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""in which the dense model computes; rows and their state are float32"""
+
+
+def digest_records(world: World, quick: bool) -> Iterator[Record]:
+    """All ranks call it. Schedules that overlap take keys of the batch before from the device; a third is shared."""
+    shape = QUICK_SHAPE if quick else SHAPE
+    steps = 3 if quick else STEPS
+    with _deterministic():
+        for dtype in DTYPES:
+            expected = _digest(world, shape, steps, "serial", dtype)
+            for schedule in SCHEDULES[1:]:
+                digest = _digest(world, shape, steps, schedule, dtype)
+                yield {
+                    "schedule": schedule,
+                    "dense_dtype": dtype,
+                    "num_micro_batches": NUM_MICRO_BATCHES,
+                    "ranks": world.size,
+                    "device": world.device.type,
+                    "dim": DIM,
+                    "steps": steps,
+                    "digest": digest,
+                    "digests_equal": int(digest == expected),
+                }
+
+
+def _digest(world: World, shape: Shape, steps: int, schedule: str, dtype: str) -> str:
+    table = Table("item", DIM, optimizer=RowwiseAdagrad(0.01))
+    width = DIM // NUM_HEADS
+    model = HSTU(DIM, shape.length, 2, NUM_HEADS, width, width, dropout=0.1, negatives_per="sample").to(world.device)
+    trainer = Trainer(
+        model,
+        {name: Sequence(table) for name in ("history", "target", "negatives")},
+        dense_optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+        world=world,
+        schedule=schedule,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        check_split=False,
+        autocast=DTYPES[dtype],
+    )
+    num_keys = 5 * shape.num_distinct  # ranks share some, so that owners add up the gradients of several
+    trainer.fit(Repeating(make_batches(shape, num_keys, seed=world.rank)), steps)
+    return trainer.digest()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Warns, and goes on, where an operation has no ordered form: then the digests tell."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,130 @@
+"""Batches of which a stated share of keys is other ranks'; the table they are in; and the dense model."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.bench.h200.four_ranks_recipe import Recipe
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.embedding.cluster import GIVEN_ORDER
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.features import SequenceEmbedding
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.optim import Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.plan import requester_lists
+from nestpipe.embedding.table import Feature, Sequence, Table
+from nestpipe.store import HostStore, group_by_owner
+
+SEED = 1
+FEATURE, TABLE = "history", "item"
+FILL_ROWS = 50_000
+OPTIMIZERS: dict[str, RowOptimizer] = {"adam": Adam(1e-4), "rowwise_adagrad": RowwiseAdagrad(1e-3)}
+
+
+def make_features(recipe: Recipe) -> dict[str, Feature]:
+    return {FEATURE: Sequence(Table(TABLE, recipe.dim, optimizer=OPTIMIZERS[recipe.row_optimizer]))}
+
+
+def keys_by_owner(rows_a_rank: int, world_size: int) -> list[Tensor]:
+    """0 .. rows_a_rank * world_size - 1, about as many for each owner; each owner's in an order of chance."""
+    keys = torch.randperm(rows_a_rank * world_size, generator=torch.Generator().manual_seed(SEED))
+    order, counts = group_by_owner(TABLE, keys, world_size)
+    return list(keys[order].split(counts.tolist()))
+
+
+def filled_store(features: Mapping[str, Feature], keys: Tensor, num_threads: int) -> HostStore:
+    """All these rows are there, as after a long time of training."""
+    store, table = HostStore(num_threads), features[FEATURE].table
+    store.create_table(table.spec(SEED))
+    store.reserve(table.name, len(keys))
+    records = torch.zeros(FILL_ROWS, store.spec(table.name).num_columns)
+    records[:, : table.dim].normal_(std=0.02, generator=torch.Generator().manual_seed(SEED))
+    records[:, table.dim :] = torch.tensor(table.optimizer.initial_state(table.dim))
+    for some in keys.split(FILL_ROWS):
+        store.scatter(table.name, some, records[: len(some)], 0)
+    return store
+
+
+def counts_of_owners(num_keys: int, remote_share: float, rank: int, world_size: int) -> list[int]:
+    """How many keys of a batch each rank owns: so large a share other ranks, alike."""
+    remote = int(num_keys * remote_share / (world_size - 1))
+    return [num_keys - remote * (world_size - 1) if owner == rank else remote for owner in range(world_size)]
+
+
+def make_batches(recipe: Recipe, pools: list[Tensor], rank: int) -> list[Batch]:
+    """Of one rank. No two ranks ask for the same key, so that a rank owns as many rows of every global batch, whatever
+    the remote share. The new keys of a batch are in the next one, too; the last shares with the first."""
+    size = len(pools)
+    num_shared = int(recipe.num_distinct * recipe.overlap)
+    num_fresh = recipe.num_distinct - num_shared
+    if num_shared > num_fresh:
+        raise ValueError(f"overlap is {recipe.overlap}, must be at most a half: shared keys are new ones of before")
+    needed = recipe.num_batches * num_fresh
+    if min(map(len, pools)) < needed:
+        raise ValueError(f"a rank has {min(map(len, pools))} rows, batches of {num_fresh} new ones need {needed}")
+    counts = [counts_of_owners(num_fresh, recipe.remote_share, requester, size) for requester in range(size)]
+    fresh = []
+    for number in range(recipe.num_batches):
+        parts = []
+        for owner, pool in enumerate(pools):
+            first = number * num_fresh + sum(counts[requester][owner] for requester in range(rank))
+            parts.append(pool[first : first + counts[rank][owner]])
+        fresh.append(torch.cat(parts))
+    generator = torch.Generator().manual_seed(SEED + rank)
+    batches = []
+    for number, mine in enumerate(fresh):
+        before = fresh[number - 1]
+        shared = before[torch.randperm(num_fresh, generator=generator)[:num_shared]]
+        batches.append(_batch(recipe, torch.cat([mine, shared]), generator))
+    return batches
+
+
+def _batch(recipe: Recipe, distinct: Tensor, generator: torch.Generator) -> Batch:
+    """Each key at least once, the rest at random."""
+    num_keys = recipe.batch_size * recipe.length
+    more = distinct[torch.randint(len(distinct), (num_keys - len(distinct),), generator=generator)]
+    keys = torch.cat([distinct, more])[torch.randperm(num_keys, generator=generator)]
+    label = torch.randint(2, (recipe.batch_size,), generator=generator).float()
+    return Batch({FEATURE: Jagged(keys, torch.arange(0, num_keys + 1, recipe.length))}, {"label": label})
+
+
+def count_exchanged(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world_size: int) -> list[int]:
+    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
+    the last, and all."""
+    totals, last = [0, 0, 0], num_micro_batches - 1
+    features = group_features(make_features(recipe))
+    for batch in batches:
+        dedup = dedup_batch(features, batch, num_micro_batches, world_size, 1, GIVEN_ORDER).groups[0]
+        rows_in, gradients_out = requester_lists(dedup, "once", 0)
+        head = rows_in.num_others(0) + rows_in.num_own(0)
+        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
+        totals = [totals[0] + head, totals[1] + tail, totals[2] + len(dedup.keys)]
+    return totals
+
+
+class Tower(nn.Module):
+    """One layer, over and over, for every item of a history; their sum for each sample; a logit.
+
+    Few parameters and few, large operations, so that the device is what takes time, not the launching of its work nor
+    the sum of the dense gradients. All samples have as many items.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.length, self.repeats = recipe.length, recipe.repeats
+        self.first = nn.Linear(recipe.dim, recipe.hidden)
+        self.layer = nn.Linear(recipe.hidden, recipe.hidden)
+        self.out = nn.Linear(recipe.hidden, 1)
+        generator = torch.Generator().manual_seed(SEED)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+
+    def forward(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
+        history = embeddings[FEATURE]
+        assert isinstance(history, SequenceEmbedding)
+        items = self.first(history.values)
+        for _ in range(self.repeats):
+            items = torch.add(items, torch.relu(self.layer(items)), alpha=1 / self.repeats)
+        logit = self.out(items.unflatten(0, (-1, self.length)).mean(1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logit, inputs["label"], reduction="sum")

@@ -1,0 +1,135 @@
+"""Stages of a batch each on its own, against what the machine can do: retrieve, write-back, overlap sync."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nestpipe.bench.h200.one_rank import Size, features_of, filled_store
+from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.harness.report import Record
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.device.streams import finish
+from nestpipe.device.transfer import host_empty
+from nestpipe.distributed import World
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.resident import RecordMemory, retrieve_rows, write_back
+from nestpipe.embedding.route import OwnerDedup, route_alone
+from nestpipe.embedding.table import Feature
+
+
+@dataclass(frozen=True)
+class StageSize:
+    num_distinct: int = 240_000
+    num_shared: int = 100_000
+    num_rounds: int = 15
+    num_rows: int = 8_000_000
+    dim: int = 512
+    num_threads: int = 16
+
+
+QUICK = StageSize(2_000, 1_000, 3, num_rows=20_000, dim=32, num_threads=2)
+
+
+def records(world: World, quick: bool) -> Iterator[Record]:
+    stage = QUICK if quick else StageSize()
+    size, device = Size(num_rows=stage.num_rows, dim=stage.dim, num_threads=stage.num_threads), world.device
+    torch.set_num_threads(size.num_threads)
+    features = features_of(size.dim)
+    store = filled_store(size, size.num_rows, features)
+    generator = torch.Generator().manual_seed(1)
+    keys = [torch.randperm(size.num_rows, generator=generator)[: stage.num_distinct] for _ in range(3)]
+    owned = [_owned(features, chosen) for chosen in keys]
+    table = torch.randn(size.num_rows, size.dim + 1)
+    memory = memory_on(device)
+    arrays = RecordMemory(memory)
+    resident = [retrieve_rows(groups, store, arrays) for groups in owned]
+    staged = host_empty((stage.num_distinct, resident[0][0].group.num_columns), torch.float32, device)
+    there = torch.empty_like(staged, device=device)
+
+    def host_gather(i: int) -> None:
+        torch.index_select(table, 0, keys[i], out=staged)
+
+    def host_scatter(i: int) -> None:
+        table.index_copy_(0, keys[i], staged)
+
+    up = (host_gather, lambda i: there.copy_(staged, non_blocking=True))
+    down = (host_scatter, lambda i: staged.copy_(there, non_blocking=True))
+    identity = {"rows": stage.num_distinct, "dim": size.dim, "threads": size.num_threads, "num_rows": size.num_rows}
+    yield {
+        "stage": "retrieve",
+        **identity,
+        **_against(lambda i: retrieve_rows(owned[i], store, arrays), up, stage, staged.nbytes, device, "retrieve"),
+    }
+    yield {
+        "stage": "write_back",
+        **identity,
+        **_against(
+            lambda i: write_back(resident[i], store, 1, memory), down, stage, staged.nbytes, device, "write_back"
+        ),
+    }
+    yield {"stage": "overlap_sync", **identity, **_overlap_sync(stage, device)}
+
+
+def _owned(features: dict[str, Feature], keys: Tensor) -> list[OwnerDedup]:
+    empty = Jagged(keys[:0], torch.zeros(2, dtype=torch.int64))
+    batch = Batch({"history": Jagged(keys, torch.tensor([0, len(keys)])), "target": empty, "negatives": empty})
+    route = route_alone(dedup_batch(group_features(features), batch, 1, 1))
+    assert route is not None
+    return route.owned
+
+
+def _against(
+    ours: Callable[[int], object],
+    ceilings: tuple[Callable[[int], object], Callable[[int], object]],
+    stage: StageSize,
+    num_bytes: int,
+    device: torch.device,
+    name: str,
+) -> dict[str, float]:
+    """The time of the slower of host memory and bus, each alone, against ours, which uses both."""
+    times: list[list[float]] = [[], [], []]
+    for number in range(stage.num_rounds + 1):
+        for which, work in enumerate((ours, *ceilings)):
+            seconds = _timed(partial(work, number % 3), device)
+            if number > 0:
+                times[which].append(seconds)
+    ratios = [max(host, bus) / mine for mine, host, bus in zip(*times, strict=True)]
+    rates = {
+        f"{what}_gb_per_second": num_bytes / statistics.median(seconds) / 1e9
+        for what, seconds in zip((name, "host_ceiling", "bus_ceiling"), times, strict=True)
+    }
+    return {**rates, **spread(f"{name}_vs_ceiling", ratios)}
+
+
+def _overlap_sync(stage: StageSize, device: torch.device) -> dict[str, float]:
+    width, memory = stage.dim + 1, memory_on(device)
+    arrays = [memory.empty_records(stage.num_distinct, width, torch.float32)[0].normal_() for _ in range(2)]
+    slots = [torch.randperm(stage.num_distinct)[: stage.num_shared].sort().values.to(device) for _ in range(2)]
+    whole = [torch.randn(stage.num_shared, width, device=device) for _ in range(2)]
+    ratios = []
+    for number in range(stage.num_rounds + 1):
+        mine = _timed(lambda: _times(20, lambda: memory.copy_rows(arrays[0], slots[0], arrays[1], slots[1])), device)
+        plain = _timed(lambda: _times(20, lambda: whole[0].copy_(whole[1])), device)
+        if number > 0:
+            ratios.append(plain / mine)
+    return {"shared": stage.num_shared, **spread("overlap_sync_vs_copy", ratios)}
+
+
+def _times(count: int, work: Callable[[], object]) -> None:
+    for _ in range(count):
+        work()
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    finish(device)
+    started = time.perf_counter()
+    work()
+    finish(device)
+    return time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""What the benchmarks share: paired timing, ranks, network hosts, records, targets, plots."""

@@ -1,0 +1,65 @@
+"""Ranks on this machine that measure together: what rank 0 finds comes back, one record after the other."""
+
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from queue import Empty
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import spawn
+
+from nestpipe.bench.harness.report import Record
+from nestpipe.device.streams import device_of_rank
+from nestpipe.distributed import World
+
+Work = Callable[..., Iterator[Record]]
+"""(world, arguments ...) -> records; every rank runs it, in a process of its own, so it must be a module's function"""
+
+POLL_SECONDS = 0.5
+
+
+def records_of_ranks(
+    num_ranks: int, work: Work, *arguments: Any, device: str = "cpu", timeout_seconds: float = 25.0
+) -> Iterator[Record]:
+    """Raises what a rank has raised. Ranks share devices if there are more of them."""
+    results: Queue[Record | None] = get_context("spawn").Queue()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = spawn(
+        _run, (num_ranks, store.port, results, work, arguments, device, timeout_seconds), num_ranks, join=False
+    )
+    while True:
+        try:
+            record = results.get(timeout=POLL_SECONDS)
+        except Empty:
+            ranks.join(timeout=0)
+            continue
+        if record is None:
+            break
+        yield record
+    while not ranks.join():
+        pass
+
+
+def _run(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    results: "Queue[Record | None]",
+    work: Work,
+    arguments: tuple[Any, ...],
+    device: str,
+    timeout_seconds: float,
+) -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is held by the process that started this one
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    world = World(rank, num_ranks, timeout_seconds, device_of_rank(device, rank))
+    for record in work(world, *arguments):
+        if rank == 0:
+            results.put(record)
+    if rank == 0:
+        results.put(None)
+    world.close()

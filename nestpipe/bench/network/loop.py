@@ -1,0 +1,204 @@
+"""What `bench network` trains: batches, two kinds of dense compute, and loops that take turns."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nestpipe.bench.network.figures import EXCHANGES, FIELDS, OF_SLOWEST, Shares, Way
+from nestpipe.data.batch import Batch
+from nestpipe.data.dataset import Batches
+from nestpipe.data.synthetic.sequences import SequenceData
+from nestpipe.distributed import World
+from nestpipe.embedding.cluster import BY_KEYS
+from nestpipe.embedding.dedup import dedup_batch
+from nestpipe.embedding.features import SequenceEmbedding
+from nestpipe.embedding.group import group_features
+from nestpipe.embedding.optim import Adagrad
+from nestpipe.embedding.plan import requester_lists
+from nestpipe.embedding.table import Feature, Table
+from nestpipe.embedding.table import Sequence as SequenceFeature
+from nestpipe.pipelining.pipeline import Pipeline
+from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.pipelining.step import MicroBatch, Step
+from nestpipe.pipelining.step_times import StepTimes
+from nestpipe.pipelining.trace import Span, Trace
+from nestpipe.recipe.summary import step_value
+from nestpipe.train.reducer import DenseReducer
+
+SEED = 1
+FEATURE = "history"
+
+
+@dataclass(frozen=True)
+class Size:
+    """So that a row exchange, and a gradient return, take a quarter of a second on a link of 1 gbit."""
+
+    batch_size: int = 512
+    dim: int = 512
+    hidden: int = 160
+    num_micro_batches: int = 8
+    num_batches: int = 4
+    num_rounds: int = 15
+    counted: int = 1
+    """steps of a turn"""
+    num_probes: int = 15
+    """exchanges that the link's rate is measured with"""
+    probe_bytes: int = 8_000_000
+
+
+QUICK = Size(batch_size=64, dim=32, hidden=16, num_rounds=2, counted=1, num_probes=3, probe_bytes=500_000)
+
+
+def make_batches(size: Size, rank: int, world_size: int) -> list[Batch]:
+    """Of behaviour sequences; `share` is what part of its batch's keys a sample has."""
+    source = Batches(SequenceData(SEED), size.batch_size, rank, world_size)
+    generator = torch.Generator().manual_seed(SEED)
+    batches = []
+    for batch in itertools.islice(source, size.num_batches):
+        lengths = batch.keys[FEATURE].lengths.double()
+        label = torch.randint(2, (len(batch),), generator=generator).float()
+        batches.append(Batch(batch.keys, {"label": label, "share": lengths / lengths.sum()}))
+    return batches
+
+
+def make_features(dim: int) -> dict[str, Feature]:
+    return {FEATURE: SequenceFeature(Table("item", dim, optimizer=Adagrad(0.01)))}
+
+
+def exchanges_of(batches: Sequence[Batch], size: Size, rank: int, world_size: int) -> tuple[list[int], int]:
+    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
+    the last, and all; and the bytes of the smallest exchange with another rank."""
+    totals, smallest = [0, 0, 0], 1 << 62
+    features = group_features(make_features(size.dim))
+    for batch in batches:
+        dedup = dedup_batch(features, batch, size.num_micro_batches, world_size, 1, BY_KEYS).groups[0]
+        rows_in, gradients_out = requester_lists(dedup, "once", rank)
+        last = size.num_micro_batches - 1
+        head = rows_in.num_others(0) + rows_in.num_own(0)
+        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
+        totals = [total + more for total, more in zip(totals, (head, tail, len(dedup.keys)), strict=True)]
+        for counts in (rows_in.counts, gradients_out.counts):
+            others = np.delete(counts, rank, axis=1)
+            smallest = min(smallest, int(others.min()) * dedup.group.row_bytes)
+    return totals, smallest
+
+
+class Paced(nn.Module):
+    """Dense compute that takes its time and no processor, as on an accelerator: a batch sleeps for `sleep_ms`, each
+    micro-batch for its share. Gradients are made up."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.sleep_ms = 0.0
+        self.weight = nn.Parameter(torch.zeros(size.dim, size.dim))
+        self._gradient = torch.empty(0, size.dim)
+
+    def train_on(self, micro_batch: MicroBatch, step: Step) -> None:
+        time.sleep(float(micro_batch.inputs["share"].sum()) * self.sleep_ms / 1e3)
+        for rows in micro_batch.rows:
+            if len(rows) > len(self._gradient):
+                self._gradient = torch.full(rows.shape, 1e-3)
+            rows.grad = self._gradient[: len(rows)]
+        self.weight.grad = torch.ones_like(self.weight)
+
+
+class Tower(nn.Module):
+    """Layers for every item of a history, their sum for each sample, a logit."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(size.dim, size.hidden), nn.ReLU(), nn.Linear(size.hidden, size.hidden))
+        self.out = nn.Linear(size.hidden, 1)
+        generator = torch.Generator().manual_seed(SEED)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+
+    def train_on(self, micro_batch: MicroBatch, step: Step) -> None:
+        history = micro_batch.embeddings[FEATURE]
+        assert isinstance(history, SequenceEmbedding)
+        (self._loss_sum(history, micro_batch.inputs["label"]) / step.weight).backward()
+
+    def _loss_sum(self, history: SequenceEmbedding, label: Tensor) -> Tensor:
+        items = torch.relu(self.layers(history.values))
+        sample = torch.arange(len(label)).repeat_interleave(history.lengths)
+        pooled = torch.zeros(len(label), items.shape[1]).index_add(0, sample, items)
+        return nn.functional.binary_cross_entropy_with_logits(self.out(pooled).squeeze(1), label, reduction="sum")
+
+
+MODELS: dict[str, type[Paced] | type[Tower]] = {"paced": Paced, "real": Tower}
+
+
+class Loop:
+    """Trains on and on in one way. Its channels are its own: lanes of another loop may still be at work."""
+
+    def __init__(self, way: Way, compute: str, size: Size, batches: list[Batch], world: World, threads: int) -> None:
+        self.world = World(world.rank, world.size)
+        self.model: Paced | Tower = MODELS[compute](size)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self.reducer = DenseReducer(self.model, self.world)
+        self.spans: list[Span] = []
+        self.trace = Trace(spans=self.spans)
+        self._overlaps = way.schedule in WINDOWED
+        self.pipeline = Pipeline(
+            make_features(size.dim),
+            itertools.cycle(batches),
+            world=self.world,
+            schedule=way.schedule,
+            num_micro_batches=way.num_micro_batches,
+            window=way.window,
+            seed=SEED,
+            num_threads=threads,
+            trace=self.trace,
+        )
+        self._steps = iter(self.pipeline)
+        self._next = next(self._steps)
+
+    def turn(self, num_steps: int) -> dict[str, float]:
+        """The means of so many steps.
+
+        The times of a step are complete when the next one has begun. So the first step of a turn, which began in the
+        turn before, is left out.
+        """
+        self.spans.clear()
+        for _ in range(num_steps + 1):
+            self._step()
+        self.pipeline.executor.drain()
+        return means(self.trace.steps[-num_steps:], self.world)
+
+    def _step(self) -> None:
+        step = self._next
+        for micro_batch in step:
+            with self.reducer.overlap(micro_batch.is_last and self._overlaps):
+                self.model.train_on(micro_batch, step)
+        self.reducer.finish(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        step.update_rows()
+        self._next = next(self._steps)
+
+
+def means(times: Sequence[StepTimes], world: World) -> dict[str, float]:
+    """Over steps; over ranks too, but of the slowest rank where that is what counts. The same on all ranks."""
+    names = (*FIELDS, *EXCHANGES)
+    mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
+    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
+    return {
+        name: float(of_ranks[:, i].max() if name in OF_SLOWEST else of_ranks[:, i].mean())
+        for i, name in enumerate(names)
+    }
+
+
+def shares_of(totals: Sequence[float]) -> Shares:
+    return Shares(totals[0] / totals[2], totals[1] / totals[2])
+
+
+def _value(times: StepTimes, name: str) -> float:
+    if name in EXCHANGES:
+        return times.stages[name.removesuffix("_ms")]
+    return step_value(times, name)

@@ -1,0 +1,142 @@
+"""One rank of `bench network`, on a host of its own; rank 0 prints a record a line."""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.network.figures import Rounds, Shares, Values, Way, medians, ratios
+from nestpipe.bench.network.loop import QUICK, SEED, Loop, Paced, Size, exchanges_of, make_batches, shares_of
+from nestpipe.distributed import World
+from nestpipe.embedding.cluster import BY_KEYS
+from nestpipe.store.cores import usable_cores
+
+PACE = 1.5
+"""dense time over serial's exchange time, where dense compute is paced"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rate")
+    parser.add_argument("--burst-bytes", type=int)
+    options = parser.parse_args()
+    world = World.from_environment(device="cpu")
+    bench = Bench(QUICK if options.quick else Size(), world)
+    for record in bench.records(options.rate, options.burst_bytes):
+        if world.rank == 0:
+            print(json.dumps(record), flush=True)
+    world.control.all_reduce_sum(torch.zeros(1))
+    os._exit(0)  # lanes wait for steps that do not come; nothing of them is kept
+
+
+Record = dict[str, int | float | str | bool]
+
+
+class Bench:
+    def __init__(self, size: Size, world: World) -> None:
+        self.size = size
+        self.world = world
+        self.threads = max(1, usable_cores() // world.size)
+        torch.set_num_threads(self.threads)
+        self.batches = make_batches(size, world.rank, world.size)
+        totals, smallest = exchanges_of(self.batches, size, world.rank, world.size)
+        of_ranks = self._of_ranks([*totals, smallest])
+        self.shares: Shares = shares_of(of_ranks.sum(0).tolist())
+        self.smallest_exchange_bytes = int(of_ranks[:, 3].min())
+
+    def records(self, rate: str, burst_bytes: int) -> Iterator[Record]:
+        yield self._link(rate, burst_bytes)
+        many = self.size.num_micro_batches
+        ways = [Way("serial", 1), Way("serial", many), Way("inter", 1), Way("nested", many)]
+        yield from self._compare("paced", [*ways, Way("intra", many), Way("nested", many, "resend")])
+        yield from self._compare("real", ways)
+
+    def _link(self, rate: str, burst_bytes: int) -> Record:
+        """Megabytes a second in one direction: when only rank 0 sends, and when both do."""
+        size = self.size
+        here = {"one_way": size.probe_bytes if self.world.rank == 0 else 0, "two_way": size.probe_bytes}
+        there = {"one_way": size.probe_bytes - here["one_way"], "two_way": size.probe_bytes}
+        record: Record = {
+            "rate": rate,
+            "ranks": self.world.size,
+            "threads": self.threads,
+            "burst_bytes": burst_bytes,
+            "smallest_exchange_bytes": self.smallest_exchange_bytes,
+            "probe_bytes": size.probe_bytes,
+        }
+        for name in here:
+            speeds = [size.probe_bytes / 1e6 / self._probe(here[name], there[name]) for _ in range(size.num_probes)]
+            record |= spread(f"{name}_mb_per_second", speeds)
+        return record
+
+    def _probe(self, send_bytes: int, receive_bytes: int) -> float:
+        """Seconds of an exchange, until all ranks have it."""
+        other = 1 - self.world.rank
+        sent = [0, 0]
+        received = [0, 0]
+        sent[other], received[other] = send_bytes, receive_bytes
+        output, source = torch.empty(receive_bytes, dtype=torch.uint8), torch.ones(send_bytes, dtype=torch.uint8)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_to_all_single(output, source, received, sent)
+        dist.barrier()
+        return time.perf_counter() - started
+
+    def _compare(self, compute: str, ways: list[Way]) -> Iterator[Record]:
+        size = self.size
+        loops = {way: Loop(way, compute, size, self.batches, self.world, self.threads) for way in ways}
+        for loop in loops.values():
+            loop.turn(size.num_batches)  # every row is there, all memory was touched
+        sleep_ms = self._set_pace(loops) if compute == "paced" else 0.0
+        rounds: dict[Way, list[Values]] = {way: [] for way in ways}
+        for number in range(size.num_rounds):
+            for way in ways[:: 1 if number % 2 else -1]:
+                rounds[way].append(loops[way].turn(size.counted))
+        for way in ways:
+            yield self._record(way, compute, rounds, sleep_ms)
+
+    def _set_pace(self, loops: dict[Way, Loop]) -> float:
+        serial, size = loops[Way("serial", 1)], self.size
+        exchange_ms = statistics.median(serial.turn(size.num_batches)["exposed_exchange_ms"] for _ in range(5))
+        sleep_ms = PACE * exchange_ms  # the same number on all ranks
+        for loop in loops.values():
+            assert isinstance(loop.model, Paced)
+            loop.model.sleep_ms = sleep_ms
+        return sleep_ms
+
+    def _record(self, way: Way, compute: str, rounds: Rounds, sleep_ms: float) -> Record:
+        record: Record = {
+            "compute": compute,
+            "schedule": way.schedule,
+            "num_micro_batches": way.num_micro_batches,
+            "window": way.window,
+            "method": BY_KEYS.method,
+            "ranks": self.world.size,
+            "threads": self.threads,
+            "dim": self.size.dim,
+            "batch_size": self.size.batch_size,
+            "num_rounds": self.size.num_rounds,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "seed": SEED,
+            **medians(rounds[way]),
+            **ratios(way, rounds, self.shares, compute),
+        }
+        if compute == "paced" and way == Way("serial", 1):
+            exchange_ms = statistics.median(values["exposed_exchange_ms"] for values in rounds[way])
+            record |= {"paced_ms": sleep_ms, "paced_over_exchange": sleep_ms / exchange_ms}
+        return record
+
+    def _of_ranks(self, numbers: list[int]) -> torch.Tensor:
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        return self.world.control.all_to_all_equal(mine.expand(self.world.size, -1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`bench reader`: samples that one core reads from files."""

@@ -1,0 +1,1 @@
+"""`bench schedules`: every schedule against serial, with large and with small batches."""

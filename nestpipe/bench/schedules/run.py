@@ -1,0 +1,266 @@
+"""`bench schedules`: what a schedule hides, and what it costs, against serial; one rank, rows in host memory.
+
+Every loop trains the same model on the same stream of batches with a store of its own. They take turns in one process;
+the first steps of a turn are left out, since lanes of the loop before may still be at work, and its own have run ahead.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from nestpipe.bench.harness.pairs import median_interval, spread
+from nestpipe.bench.harness.report import Record
+from nestpipe.bench.schedules.small import small_batch_records
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.distributed import World
+from nestpipe.embedding.optim import Adagrad
+from nestpipe.embedding.table import Feature, Pooled, Table
+from nestpipe.pipelining.pipeline import Pipeline, make_store
+from nestpipe.pipelining.step_times import StepTimes
+from nestpipe.pipelining.trace import Span, Trace
+from nestpipe.recipe.summary import STEP_FIELDS, step_value
+from nestpipe.train.reducer import DenseReducer
+
+SEED = 1
+DIM = 64
+PIPELINED = ("inter", "nested")
+"""what is compared with serial; with one rank there is no exchange, so intra would be serial"""
+NUM_BATCHES = 12
+
+
+@dataclass(frozen=True)
+class Size:
+    """So that serial spends a quarter to two fifths of a step on the host store."""
+
+    num_rows: int = 2_000_000
+    num_samples: int = 2048
+    keys_a_sample: int = 96
+    hidden: int = 576
+    overlap: float = 0.25
+    num_rounds: int = 25
+    left_out: int = 3
+    """steps at the beginning of each turn"""
+    counted: int = 4
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_samples * self.keys_a_sample
+
+
+QUICK = Size(num_rows=20_000, num_samples=128, keys_a_sample=16, hidden=64, num_rounds=3)
+OVERHEAD = Size(num_rows=20_000, keys_a_sample=2, hidden=768, num_rounds=40)
+"""a tenth of a second of dense compute, as in the demo, and so little to look up that hiding it gains nothing"""
+QUICK_OVERHEAD = replace(QUICK, keys_a_sample=2)
+
+
+def records(quick: bool) -> Iterator[Record]:
+    size = QUICK if quick else Size()
+    yield from _compare(size)
+    yield _overhead(QUICK_OVERHEAD if quick else OVERHEAD)
+    for overlap in (0.0, 0.6, 1.0):
+        yield _host_traffic(overlap)
+    yield from small_batch_records(quick)
+
+
+class Tower(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(SEED)
+        self.layers = nn.Sequential(nn.Linear(DIM, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+        self.out = nn.Linear(hidden, 1)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+
+    def forward(self, pooled: Tensor, label: Tensor) -> Tensor:
+        logit = self.out(self.layers(pooled)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
+
+
+class Loop:
+    """Trains on and on with one schedule."""
+
+    def __init__(self, schedule: str, threads: int, size: Size, batches: list[Batch], spans: list[Span] | None) -> None:
+        self.threads = threads
+        table = Table("item", DIM, optimizer=Adagrad(0.01))
+        features: dict[str, Feature] = {"items": Pooled(table)}
+        store = make_store([table], SEED, threads)
+        for keys in torch.arange(size.num_rows).split(1 << 18):  # every row is there, as after a long time of training
+            store.scatter(table.name, keys, store.gather(table.name, keys).records, step=0)
+        self.model = Tower(size.hidden)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        self.reducer = DenseReducer(self.model, World())
+        self.trace = Trace([], spans)  # a list of all steps: a StepLog keeps the last ones only
+        self.pipeline = Pipeline(
+            features,
+            itertools.cycle(batches),
+            store=store,
+            schedule=schedule,
+            seed=SEED,
+            num_threads=threads,
+            trace=self.trace,
+        )
+        self._steps = iter(self.pipeline)
+
+    def turn(self, num_steps: int) -> list[StepTimes]:
+        torch.set_num_threads(self.threads)
+        time.sleep(0.1)  # lanes of the other loops finish what they were handed
+        first = len(self.trace.steps)
+        for _ in range(num_steps + 1):  # the times of a step are complete when the next one begins
+            self._step()
+        return self.trace.steps[first:]
+
+    def _step(self) -> None:
+        step = next(self._steps)
+        for micro_batch in step:
+            pooled = micro_batch.embeddings["items"]
+            assert isinstance(pooled, Tensor)
+            (self.model(pooled, micro_batch.inputs["label"]) / step.weight).backward()
+        self.reducer.finish(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        step.update_rows()
+
+    def close(self) -> None:
+        self.pipeline.__exit__(None, None, None)
+
+
+def _compare(size: Size) -> Iterator[Record]:
+    batches = make_batches(size.overlap, NUM_BATCHES, size)
+    spans: list[Span] = []
+    loops = {("serial", 1): Loop("serial", 1, size, batches, None)}
+    loops |= {(name, 1): Loop(name, 1, size, batches, spans if name == "nested" else None) for name in PIPELINED}
+    loops[("serial", 2)] = Loop("serial", 2, size, batches, None)
+    rounds: dict[tuple[str, int], list[dict[str, float]]] = {which: [] for which in loops}
+    for number in range(size.num_rounds + 1):
+        order = list(loops)[:: 1 if number % 2 else -1]
+        for which in order:
+            times = loops[which].turn(size.left_out + size.counted)[-size.counted :]
+            if number > 0:
+                rounds[which].append(
+                    {name: statistics.mean(step_value(t, name) for t in times) for name in STEP_FIELDS}
+                )
+    num_steps = len(loops[("nested", 1)].trace.steps)
+    for loop in loops.values():
+        loop.close()
+    for which, of_rounds in rounds.items():
+        record = _record(which, of_rounds, rounds[("serial", 1)], size)
+        if which[0] == "nested":
+            cost = len(spans) / num_steps * _milliseconds_of_a_span() / float(record["step_ms"])
+            record |= {"spans_per_step": len(spans) / num_steps, "trace_cost_fraction": cost}
+        yield record
+
+
+def _overhead(size: Size) -> Record:
+    """Of nested at one rank and one micro-batch, where it can gain nothing: threads, hand-overs, the second buffer."""
+    batches = make_batches(size.overlap, NUM_BATCHES, size)
+    loops = {schedule: Loop(schedule, 1, size, batches, None) for schedule in ("serial", "nested")}
+    rounds: dict[str, list[float]] = {schedule: [] for schedule in loops}
+    for number in range(size.num_rounds + 1):
+        for schedule in list(loops)[:: 1 if number % 2 else -1]:
+            times = loops[schedule].turn(size.left_out + size.counted)[-size.counted :]
+            if number > 0:
+                rounds[schedule].append(statistics.mean(step.step_ms for step in times))
+    for loop in loops.values():
+        loop.close()
+    ratios = [n / s for n, s in zip(rounds["nested"], rounds["serial"], strict=True)]
+    low, high = median_interval(ratios)
+    return {
+        "schedule": "nested",
+        "threads": 1,
+        "ranks": 1,
+        "num_micro_batches": 1,
+        "dim": DIM,
+        "num_keys": size.num_keys,
+        "num_rounds": size.num_rounds,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": SEED,
+        "serial_step_ms": statistics.median(rounds["serial"]),
+        "nested_step_ms": statistics.median(rounds["nested"]),
+        "overhead_vs_serial": statistics.median(ratios),
+        "overhead_vs_serial_95_low": low,
+        "overhead_vs_serial_95_high": high,
+    }
+
+
+def _record(
+    which: tuple[str, int], rounds: list[dict[str, float]], serial: list[dict[str, float]], size: Size
+) -> dict[str, int | float | str | bool]:
+    schedule, threads = which
+    pairs = list(zip(rounds, serial, strict=True))
+    record: dict[str, int | float | str | bool] = {
+        "schedule": schedule,
+        "threads": threads,
+        "ranks": 1,
+        "num_micro_batches": 1,
+        "dim": DIM,
+        "num_keys": size.num_keys,
+        "overlap": size.overlap,
+        "num_rounds": len(rounds),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": SEED,
+        **{name: statistics.median(r[name] for r in rounds) for name in STEP_FIELDS},
+        **spread("speedup_vs_serial", [s["step_ms"] / r["step_ms"] for r, s in pairs]),
+    }
+    if which == ("serial", 1):
+        record |= spread("lookup_share", [s["exposed_lookup_ms"] / s["step_ms"] for s in serial])
+    if schedule in PIPELINED:
+        record |= spread(
+            "lookup_hidden_fraction", [1 - r["exposed_lookup_ms"] / s["exposed_lookup_ms"] for r, s in pairs]
+        )
+        saved = [(s["step_ms"] - r["step_ms"]) / s["exposed_lookup_ms"] for r, s in pairs]
+        record |= spread("lookup_hidden_end_to_end", saved)
+        record |= spread("dense_slowdown", [r["dense_ms"] / s["dense_ms"] for r, s in pairs])
+    return record
+
+
+def make_batches(overlap: float, num_batches: int, size: Size) -> list[Batch]:
+    """Batches of distinct keys, of which a given share is in the batch before it, too. They may be repeated in a circle
+    if the overlap is none or all; else the first after the last has a chance overlap only."""
+    generator = torch.Generator().manual_seed(SEED)
+    num_kept = round(size.num_keys * overlap)
+    batches, before = [], torch.empty(0, dtype=torch.int64)
+    for _ in range(num_batches):
+        kept = before[torch.randperm(len(before), generator=generator)[:num_kept]]
+        fresh = torch.randperm(size.num_rows, generator=generator)
+        fresh = fresh[~torch.isin(fresh, before)][: size.num_keys - len(kept)]
+        keys = torch.cat([kept, fresh])
+        before = keys = keys[torch.randperm(len(keys), generator=generator)]
+        offsets = torch.arange(0, size.num_keys + 1, size.keys_a_sample)
+        label = torch.randint(2, (size.num_samples,), generator=generator).float()
+        batches.append(Batch({"items": Jagged(keys, offsets)}, {"label": label}))
+    return batches
+
+
+def _host_traffic(overlap: float) -> Record:
+    """Bytes, not times: the first steps and the last one, which writes everything, are left out."""
+    small = Size(num_rows=60_000, num_samples=128, keys_a_sample=64, hidden=8)
+    totals = {}
+    for schedule in ("serial", "inter"):
+        loop = Loop(schedule, 1, small, make_batches(overlap, 20, small), None)
+        loop.turn(18)
+        steps = loop.trace.steps[5:18]
+        fields = ("retrieved_bytes_per_step", "written_back_bytes_per_step")
+        totals[schedule] = sum(step.sizes[field] for step in steps for field in fields)
+        loop.close()
+    return {
+        "schedule": "inter",
+        "ranks": 1,
+        "num_micro_batches": 1,
+        "overlap": overlap,
+        "seed": SEED,
+        "host_traffic_vs_serial": totals["inter"] / totals["serial"],
+    }
+
+
+def _milliseconds_of_a_span(repeats: int = 20_000) -> float:
+    trace = Trace(spans=[])
+    started = time.perf_counter()
+    for _ in range(repeats):
+        with trace.span("dense"):
+            pass
+    return (time.perf_counter() - started) / repeats * 1e3

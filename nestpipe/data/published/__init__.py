@@ -1,1 +1,0 @@
-"""Published data sets: their files, made by hand or downloaded, to prepared folders."""

@@ -1,0 +1,1 @@
+"""Synthetic data: every sample is computed from the seed and its position."""

@@ -1,0 +1,231 @@
+"""Synthetic histories with something to learn: users with interests, items that lead to others, sessions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestpipe.data.batch import Batch, Jagged
+from nestpipe.data.dataset import Dataset
+from nestpipe.data.synthetic.draws import Floats, Words, normal, stream
+
+Numbers = NDArray[np.int64]
+
+SHORT_GAP_SECONDS = (5, 600)
+LONG_GAP_SECONDS = (4 * 3600, 10 * 86400)
+START_SECONDS = 30 * 86400
+ATTEMPTS = 4
+"""candidates drawn at a time, of which the first that is not in the history is taken"""
+
+
+@dataclass(frozen=True)
+class HistoryShape:
+    """The parameters of HistoryData, with their meaning."""
+
+    num_items: int = 2000
+    """items, and keys: 0 .. num_items - 1, by popularity"""
+    skew: float = 0.8
+    """an item's popularity is (its number + 1) to the power of -skew"""
+    num_interests: int = 20
+    """item i is of interest i modulo num_interests"""
+    interests_a_user: int = 3
+    """interests of a user, distinct, any set as likely as any other"""
+    num_groups: int = 25
+    """item i is in group (i // num_interests) modulo num_groups, and leads to a group that a hash of i names"""
+    follow: float = 0.6
+    """within a session: probability of an item that the one before leads to, of the user's interests"""
+    interest: float = 0.25
+    """within a session: probability of an item of one of the user's interests"""
+    new_session: float = 0.15
+    """probability that an item begins a session; the first one does"""
+    median_length: float = 20
+    """of a history, before it is cut at max_length"""
+    length_spread: float = 0.5
+    """standard deviation of the logarithm of the length"""
+    max_length: int = 32
+    """most items of a history"""
+
+    def __post_init__(self) -> None:
+        for name in ("num_items", "num_interests", "interests_a_user", "num_groups", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        for name in ("follow", "interest", "new_session"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be a probability")
+        if self.follow + self.interest >= 1:
+            raise ValueError(
+                f"follow + interest is {self.follow + self.interest}, must be below 1: the rest is the probability of "
+                "any popular item, without which a user could run out of items"
+            )
+        if self.skew < 0 or self.length_spread < 0 or self.median_length < 1:
+            raise ValueError(
+                f"skew is {self.skew} and length_spread is {self.length_spread}, must be at least 0; median_length is "
+                f"{self.median_length}, must be at least 1"
+            )
+        if self.max_length >= 2**12:
+            raise ValueError(f"max_length is {self.max_length}, must be below {2**12}")
+        if self.interests_a_user > self.num_interests:
+            raise ValueError(
+                f"interests_a_user is {self.interests_a_user}, but there are num_interests = {self.num_interests}"
+            )
+        if self.num_items < self.num_interests * self.num_groups or self.num_items < 2 * self.max_length:
+            raise ValueError(
+                f"num_items is {self.num_items}, must be at least num_interests * num_groups = "
+                f"{self.num_interests * self.num_groups} and at least twice max_length = {self.max_length}"
+            )
+
+
+class HistoryData(Dataset):
+    """A user for each sample: `history`, up to max_length items, `target`, the item that follows, and `times`.
+
+    HistoryShape says how many of everything there are. An item begins a session or goes on with one. Within a session
+    it is drawn in one of three ways: with probability `follow` from the items of the group that the item before leads
+    to and of the user's interests, by popularity; with probability `interest` from one of the user's interests, each as
+    likely, by popularity; otherwise from all items, by popularity. At the beginning of a session the first way is left
+    out and the other two keep their proportion. An item that the user has had is drawn again, in any way, so that no
+    item repeats and the target is never in the history.
+
+    Lengths of histories are lognormal: median_length times e to the power of length_spread times a nearly normal
+    number, rounded down, at least 1 and at most max_length. The weight of a batch is the number of items in its
+    histories.
+
+    `times` [n, max_length + 1]: seconds, of each item and then of the target, the rest 0. A session begins after a gap
+    between the two LONG_GAP_SECONDS, items within it come after one between the two SHORT_GAP_SECONDS, both spread
+    evenly over orders of magnitude. So times say where sessions begin, the target's included.
+
+    The seed draws the users. Items, their interests, groups and where they lead are the same for every seed. Held out
+    are other positions: other users, none of whose items was ever trained on as theirs.
+    """
+
+    num_samples: int | None = None
+    feature_names = ("history", "target")
+
+    def __init__(self, seed: int = 0, num_samples: int | None = None, shape: HistoryShape | None = None) -> None:
+        if num_samples is not None and num_samples < 0:
+            raise ValueError(f"num_samples is {num_samples}, must be at least 0, or None for endless data")
+        self.seed = seed
+        self.num_samples = num_samples
+        self.shape = shape = shape or HistoryShape()
+        items = np.arange(shape.num_items)
+        self.popularity: Floats = np.exp(-shape.skew * np.log(items + 1.0))
+        self.interests: Numbers = items % shape.num_interests
+        self.groups: Numbers = items // shape.num_interests % shape.num_groups
+        self.leads_to: Numbers = (stream("leads to", 0, items) % np.uint64(shape.num_groups)).astype(np.int64)
+        self._all = _Shelf(self.popularity, np.zeros(shape.num_items, np.int64), 1)
+        self._of_interest = _Shelf(self.popularity, self.interests, shape.num_interests)
+        cells = self.groups * shape.num_interests + self.interests
+        self._of_cell = _Shelf(self.popularity, cells, shape.num_groups * shape.num_interests)
+
+    def samples(self, first: int, count: int) -> Batch:
+        if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
+            which = "at least 0" if self.num_samples is None else f"0 .. {self.num_samples - 1}"
+            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
+        positions = np.arange(first, first + count, dtype=np.uint64)
+        lengths = self._lengths(positions)
+        begins, times = self._sessions(positions)
+        items = self._items(positions, lengths, begins)
+        in_history = np.arange(self.shape.max_length + 1) < lengths[:, None]
+        times *= np.arange(self.shape.max_length + 1) <= lengths[:, None]
+        offsets = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]))
+        target = torch.from_numpy(items[np.arange(count), lengths])
+        history = Jagged(torch.from_numpy(items[in_history]), offsets)
+        keys = {"history": history, "target": Jagged.one_each(target)}
+        return Batch(keys, {"times": torch.from_numpy(times)}, weight=float(lengths.sum()))
+
+    def user_interests(self, positions: Words) -> Numbers:
+        """[n, interests_a_user]"""
+        numbers = np.arange(self.shape.num_interests, dtype=np.uint64)
+        words = stream("interests", self.seed, positions[:, None] * np.uint64(self.shape.num_interests) + numbers)
+        return np.argsort(words, axis=1)[:, : self.shape.interests_a_user]
+
+    def _lengths(self, positions: Words) -> Numbers:
+        shape = self.shape
+        lengths = shape.median_length * np.exp(shape.length_spread * normal(stream("length", self.seed, positions)))
+        return np.clip(lengths.astype(np.int64), 1, shape.max_length)
+
+    def _sessions(self, positions: Words) -> tuple[NDArray[np.bool_], Numbers]:
+        """[n, max_length + 1] whether an item begins a session, and when it was."""
+        units = _units(positions[:, None], np.arange(self.shape.max_length + 1))
+        begins = _uniform(stream("session", self.seed, units)) < self.shape.new_session
+        begins[:, 0] = True
+        low, high = (np.where(begins, LONG_GAP_SECONDS[i], SHORT_GAP_SECONDS[i]) for i in (0, 1))
+        gaps = np.minimum(low * (high / low) ** _uniform(stream("gap", self.seed, units)), high).astype(np.int64)
+        gaps[:, 0] = (stream("start", self.seed, positions) % np.uint64(START_SECONDS)).astype(np.int64)
+        return begins, gaps.cumsum(axis=1)
+
+    def _items(self, positions: Words, lengths: Numbers, begins: NDArray[np.bool_]) -> Numbers:
+        """[n, max_length + 1]; behind the target 0."""
+        items = np.zeros((len(positions), self.shape.max_length + 1), np.int64)
+        users = self.user_interests(positions)
+        for place in range(int(lengths.max(initial=-1)) + 1):
+            open_, number = np.flatnonzero(lengths >= place), 0
+            while len(open_) > 0:
+                draws = _Draws(self.seed, number, positions[open_], place)
+                drawn = self._drawn(draws, users[open_], items[open_, place - 1], begins[open_, place])
+                had = (drawn[:, :, None] == items[open_, None, :place]).any(axis=2)
+                which = np.argmin(had, axis=1)
+                is_new = ~had[np.arange(len(open_)), which]
+                items[open_[is_new], place] = drawn[is_new, which[is_new]]
+                open_, number = open_[~is_new], number + 1
+        return items
+
+    def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
+        """[n, ATTEMPTS] items, for users of these interests, behind the items before."""
+        shape = self.shape
+        way = np.where(begins[:, None], shape.follow + draws.way * (1 - shape.follow), draws.way)
+        one = users[np.arange(len(users))[:, None], draws.of_user(shape.interests_a_user)]
+        of_interest = self._of_interest.take(one, draws.item)
+        cells = self.leads_to[before][:, None] * shape.num_interests + users
+        following = self._of_cell.take_of_several(cells, draws.cell, draws.item)
+        popular = self._all.take(np.zeros_like(one), draws.item)
+        by_taste = np.where(way < shape.follow + shape.interest, of_interest, popular)
+        return np.where(way < shape.follow, following, by_taste)
+
+
+class _Draws:
+    """[n, ATTEMPTS] random numbers for a place of each history, in one round of attempts."""
+
+    def __init__(self, seed: int, number: int, positions: Words, place: int) -> None:
+        units = _units(_units(positions, np.array(place))[:, None], np.arange(ATTEMPTS), ATTEMPTS)
+        words = stream(f"way {number}", seed, units)
+        self.way = (words >> 40).astype(np.float64) * 2.0**-24
+        self.cell = (words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
+        self._low = words & 0xFFFF
+        self.item = _uniform(stream(f"item {number}", seed, units))
+
+    def of_user(self, number: int) -> Numbers:
+        """Which of so many interests."""
+        return (self._low % np.uint64(number)).astype(np.int64)
+
+
+class _Shelf:
+    """Items by class, to draw from a class with probabilities in proportion to their popularity."""
+
+    def __init__(self, popularity: Floats, classes: Numbers, num_classes: int) -> None:
+        self.order = np.argsort(classes, kind="stable")
+        self.cumulated = np.concatenate([np.zeros(1), popularity[self.order].cumsum()])
+        self.first = np.searchsorted(classes[self.order], np.arange(num_classes + 1))
+        self.low = self.cumulated[self.first]
+
+    def take(self, classes: Numbers, uniform: Floats) -> Numbers:
+        low, high = self.low[classes], self.low[classes + 1]
+        where = np.searchsorted(self.cumulated, low + uniform * (high - low), side="right") - 1
+        # Rounding may reach the end of the class.
+        items: Numbers = self.order[np.clip(where, self.first[classes], self.first[classes + 1] - 1)]
+        return items
+
+    def take_of_several(self, classes: Numbers, which: Floats, uniform: Floats) -> Numbers:
+        """Of the union of some classes [n, several]: [n, ATTEMPTS]"""
+        cumulated = (self.low[classes + 1] - self.low[classes]).cumsum(axis=1)
+        places = (which * cumulated[:, -1:])[:, :, None] >= cumulated[:, None, :-1]
+        return self.take(np.take_along_axis(classes, places.sum(axis=2), axis=1), uniform)
+
+
+def _units(numbers: Words, places: NDArray[np.integer], num_places: int = 2**12) -> Words:
+    units: Words = numbers * np.uint64(num_places) + places.astype(np.uint64)
+    return units
+
+
+def _uniform(words: Words) -> Floats:
+    return (words >> 11).astype(np.float64) * 2.0**-53

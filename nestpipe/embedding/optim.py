@@ -1,0 +1,194 @@
+"""Row optimizers: how the rows of a batch change, once, at its end; the public `nestpipe.rows`.
+
+One of your own: state_width, initial_state if it is not zero, and update, in which every row is treated alike and
+alone. The gradient is that of the whole global batch.
+"""
+
+from collections.abc import Callable, Hashable
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from nestpipe.kernels.rows import updates
+from nestpipe.store.interface import DTYPES
+from nestpipe.store.native.library import NativeRowUpdate, call, pointer
+
+LearningRate = float | Callable[[int], float]
+"""A number, or a function of the step, counted from 1."""
+
+
+class RowOptimizer:
+    """The base: a learning rate and lazy weight decay, which touches the rows of the batch only."""
+
+    def __init__(self, lr: LearningRate, weight_decay: float = 0.0) -> None:
+        self.lr = lr
+        self.weight_decay = weight_decay
+
+    def state_width(self, dim: int) -> int:
+        """Columns of row state."""
+        return 0
+
+    def initial_state(self, dim: int) -> tuple[float, ...]:
+        return (0.0,) * self.state_width(dim)
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        """Changes rows [n, dim] and state [n, state_width(dim)] in place. `step` counts from 1."""
+        raise NotImplementedError(f"{type(self).__name__} must define update")
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        """The same where rows are in device memory; nothing changes where `is_masked`, one bool there, is true."""
+        before = rows.clone(), state.clone()
+        self.update(rows, state, gradient, step, lr)
+        for array, old in zip((rows, state), before, strict=True):
+            array.copy_(torch.where(is_masked, old, array))
+
+    def apply(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, is_masked: Tensor | None = None) -> None:
+        """`is_masked`, of rows in device memory: whether the step does not count, which only the device knows."""
+        if self.weight_decay != 0.0:
+            gradient = gradient + self.weight_decay * rows
+        lr = self.lr(step) if callable(self.lr) else self.lr
+        if is_masked is None:
+            self.update(rows, state, gradient, step, lr)
+        elif self._has_update_of_its_own():
+            RowOptimizer.update_on_device(self, rows, state, gradient, step, lr, is_masked)
+        else:
+            self.update_on_device(rows, state, gradient, step, lr, is_masked)
+
+    def _has_update_of_its_own(self) -> bool:
+        """A class derived from one of ours may say how rows change, and not say it again for a device."""
+        says = next(vars(kind) for kind in type(self).__mro__ if {"update", "update_on_device"} & vars(kind).keys())
+        return "update_on_device" not in says
+
+
+class SGD(RowOptimizer):
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        rows.sub_(gradient, alpha=lr)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.sgd(rows, state, gradient, lr, is_masked)
+
+
+class Adagrad(RowOptimizer):
+    """A sum of squared gradients for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
+
+    With eps = 0 an element whose state is zero after a step does not change in it: such steps have no gradient.
+    """
+
+    def __init__(
+        self, lr: LearningRate, initial_accumulator: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(lr, weight_decay)
+        self.initial_accumulator = initial_accumulator
+        self.eps = eps
+
+    def state_width(self, dim: int) -> int:
+        return dim
+
+    def initial_state(self, dim: int) -> tuple[float, ...]:
+        return (self.initial_accumulator,) * self.state_width(dim)
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        _in_one_pass("adagrad", rows, state, gradient, lr, self.eps)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.adagrad(rows, state, gradient, lr, self.eps, is_masked)
+
+
+class RowwiseAdagrad(Adagrad):
+    """A sum of mean squared gradients for each row: one column of state, whatever the dimension."""
+
+    def state_width(self, dim: int) -> int:
+        return 1
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        state.add_(gradient.square().mean(1, keepdim=True))
+        divisor = state.sqrt().add_(self.eps)
+        rows.addcdiv_(gradient, divisor.masked_fill_(divisor == 0, torch.inf), value=-lr)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.rowwise_adagrad(rows, state, gradient, lr, self.eps, is_masked)
+
+
+class Adam(RowOptimizer):
+    """Lazy Adam: moments of the rows of the batch only; the bias correction counts all steps."""
+
+    def __init__(
+        self,
+        lr: LearningRate,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(lr, weight_decay)
+        self.betas = betas
+        self.eps = eps
+
+    def state_width(self, dim: int) -> int:
+        return 2 * dim
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        _in_one_pass("adam", rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps)
+
+    def update_on_device(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+    ) -> None:
+        updates.adam(rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps, is_masked)
+
+    def _step_size(self, step: int, lr: float) -> float:
+        beta1, beta2 = self.betas
+        return float(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
+
+
+def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:
+    """By the native library. Rows and states have gaps between them, which several passes by torch suffer from."""
+    for array in (rows, state):
+        if array.dtype != gradient.dtype or array.stride(1) != 1 or not array.is_cpu:
+            raise ValueError("rows, state and gradient must be of one dtype, in host memory, row after row")
+    gradient = gradient.contiguous()
+    update = NativeRowUpdate(
+        pointer(rows),
+        pointer(state),
+        pointer(gradient),
+        *rows.shape,
+        rows.stride(0),
+        state.stride(0),
+        DTYPES.index(rows.dtype),
+    )
+    call(name, byref(update), *constants, torch.get_num_threads())
+
+
+def group_key(optimizer: RowOptimizer) -> Hashable:
+    """Returns a key that is equal for optimizers which update rows alike.
+
+    Ours are compared by class and hyperparameters, a learning rate schedule by identity; a user's own by identity.
+    """
+    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad, Adam):
+        return id(optimizer)
+    return type(optimizer), *((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
+
+
+def _comparable(value: object) -> Hashable:
+    if callable(value) or not isinstance(value, Hashable | list):
+        return id(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_row_optimizer(optimizer: RowOptimizer, dim: int) -> None:
+    """Refuses an optimizer whose state does not fit itself, before the first step."""
+    width = optimizer.state_width(dim)
+    if len(optimizer.initial_state(dim)) != width:
+        raise ValueError(
+            f"{type(optimizer).__name__}: initial_state has {len(optimizer.initial_state(dim))} values, "
+            f"state_width({dim}) is {width}"
+        )
+    rows, state = torch.zeros(0, dim), torch.zeros(0, width)
+    optimizer.apply(rows, state, torch.zeros(0, dim), 1)

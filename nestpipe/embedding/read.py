@@ -1,0 +1,83 @@
+"""Rows for a batch that is read, not trained: nothing is created, nothing changes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.data.batch import Batch
+from nestpipe.distributed import Channel
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
+from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.exchange import Exchange, make_exchange
+from nestpipe.embedding.features import Embeddings
+from nestpipe.embedding.group import FeatureGroups, group_features
+from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.resident import RecordMemory, retrieve_rows
+from nestpipe.embedding.route import Route
+from nestpipe.embedding.table import Feature
+from nestpipe.store import HostStore
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the model sees of one micro-batch."""
+
+    embeddings: Embeddings
+    inputs: Mapping[str, Tensor]
+    num_samples: int
+
+
+class Reading:
+    """A batch routed and its rows retrieved, on one channel, in host memory; what the model is given then goes to its
+    device. A missing key has its initial row."""
+
+    def __init__(
+        self, features: FeatureGroups, route: Route, store: HostStore, exchange: Exchange, device: torch.device
+    ) -> None:
+        self.weights = route.batch.weights
+        """of this rank's batch"""
+        self._features = features
+        self._batch = memory_on(device).upload_batch(features, route.batch)
+        self._device = device
+        resident = retrieve_rows(route.owned, store, RecordMemory(HOST))
+        self.num_untrained_keys = sum(len(rows.found) - int(rows.found.sum()) for rows in resident)
+        """distinct keys of the global batch that this rank owns and never trained"""
+        self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
+
+    def __iter__(self) -> Iterator[Part]:
+        for i, num_samples in enumerate(self._batch.num_samples):
+            self._exchange.send_rows(i)
+            rows = [group.detach().to(self._device) for group in self._exchange.rows(i)]
+            if num_samples > 0:
+                embeddings = Embeddings(self._features, self._batch.groups, i, rows)
+                yield Part(embeddings, self._batch.inputs[i], num_samples)
+
+
+HOST = memory_on(torch.device("cpu"))
+
+
+def read_batch(
+    features: Mapping[str, Feature],
+    batch: Batch | Exception | None,
+    store: HostStore,
+    channel: Channel,
+    num_parts: int = 1,
+    clustering: Clustering = GIVEN_ORDER,
+    device: torch.device | None = None,
+) -> Reading | None:
+    """Reads a batch. All ranks call it; returns None when no rank has a batch.
+
+    An exception instead of a batch is raised on every rank.
+    """
+    groups, exchange = group_features(features), make_exchange(channel, channel, channel, HOST)
+    keys: BatchDedup | Exception
+    try:
+        if isinstance(batch, Exception):
+            raise batch
+        keys = dedup_batch(groups, batch, num_parts, channel.size, store.num_threads, clustering)
+    except Exception as error:
+        keys = error
+    route = exchange.route(keys, groups)
+    return None if route is None else Reading(groups, route, store, exchange, device or HOST.device)

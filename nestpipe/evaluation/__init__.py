@@ -1,0 +1,1 @@
+"""Evaluates a trained model: losses, metrics of clicks, ranks in a corpus, scores."""

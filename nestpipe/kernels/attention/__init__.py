@@ -1,0 +1,1 @@
+"""Attention of HSTU and FuXi in Triton."""

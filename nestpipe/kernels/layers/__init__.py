@@ -1,0 +1,1 @@
+"""Layers of the sequence models in Triton: norms, positions, a whole HSTU layer."""

@@ -1,0 +1,112 @@
+"""The kernel that sums runs of entries, each in order."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nestpipe.kernels.rows.triton_copy import places_of
+from nestpipe.kernels.triton_tiles import Tiles, elements, larger, launch, tile_of, vector
+
+_SIZE = 1024
+"""elements of a tile: few runs, since all wait for the longest"""
+_NUM_WARPS = 4
+_COUNTS = ["num_runs", "num_values", "value_stride", "out_stride"]
+
+
+@triton.jit
+def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
+    """First entry and length of each run; a length of -1: it does not exist, or is left out since it is too long."""
+    exists = runs < num_runs
+    if starts is None:
+        first = runs
+        length = tl.where(exists, 1, -1).to(tl.int64)
+    else:
+        first = tl.load(starts + runs, mask=exists, other=0)
+        length = tl.load(ends + runs, mask=exists, other=-1) - first
+    if LONGEST is not None:
+        length = tl.where(length <= LONGEST, length, -1)
+    return first, length
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def sum_kernel(
+    values,
+    order,
+    weights,
+    weight_places,
+    starts,
+    ends,
+    out,
+    to_places,
+    num_runs,
+    num_values,
+    value_stride,
+    out_stride,
+    LONGEST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    runs, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_runs, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
+    first, length = run_bounds(runs, starts, ends, num_runs, LONGEST)
+    longest = tl.reduce(length, 0, larger)
+    total = tl.full((BLOCK_ROWS, BLOCK_COLUMNS), 0.0, out.dtype.element_ty)
+    at_once: tl.constexpr = 1 if starts is None else 4
+    i = tl.full((), 0, tl.int64)
+    while i < longest:
+        for _ in tl.static_range(at_once):  # their loads are under way together
+            entries = first + i
+            exists = i < length
+            if order is None:
+                rows = entries
+            else:
+                rows = tl.load(order + entries, mask=exists, other=num_values)
+                exists = exists & (rows < num_values)
+            present = exists[:, None] & (columns < WIDTH)[None, :]
+            added = tl.load(elements(values, rows, value_stride, columns, VECTOR), mask=present, other=0.0)
+            if weights is not None:
+                if weight_places is not None:
+                    entries = tl.load(weight_places + entries, mask=exists, other=0)
+                added = tl.load(weights + entries, mask=exists, other=0.0)[:, None] * added
+            total = total + added
+            i += 1
+    at = elements(out, places_of(runs, to_places, num_runs), out_stride, columns, VECTOR)
+    tl.store(at, total, mask=inside & (length >= 0)[:, None])
+
+
+def sum_runs(
+    values: Tensor,
+    order: Tensor | None,
+    weights: Tensor | None,
+    weight_places: Tensor | None,
+    bounds: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    to_places: Tensor | None,
+    num_runs: int,
+    longest: int | None,
+) -> None:
+    """Longer runs than `longest` are left out, and their rows of `out` as they are."""
+    width = values.shape[1]
+    tiles, wide = Tiles(num_runs, width, _SIZE), vector(width, values, out)
+    starts, ends = bounds if bounds is not None else (None, None)
+    launch(
+        sum_kernel,
+        len(tiles),
+        values,
+        order,
+        weights,
+        weight_places,
+        starts,
+        ends,
+        out,
+        to_places,
+        num_runs,
+        len(values),
+        values.stride(0) // wide,
+        out.stride(0) // wide,
+        LONGEST=longest,
+        VECTOR=wide,
+        **tiles.constants,
+        num_warps=_NUM_WARPS,
+    )

@@ -1,0 +1,91 @@
+"""Row optimizers on rows in device memory, in place; the formulas are those of `nestpipe.rows`.
+
+rows [n, dim] and state are columns of one array of records; gradient is [n, dim]. is_masked is one bool or int32 in
+device memory: where it is true, the step does not count and nothing changes.
+
+Where a divisor is zero (only possible with eps = 0, or one that is zero in the dtype), the element of the row does not
+change: a gradient of zero that meets a state of zero has no effect.
+"""
+
+from torch import Tensor
+
+from nestpipe.kernels.checks import check_reachable, check_rows, check_shape, check_written
+from nestpipe.kernels.dispatch import runs_triton
+from nestpipe.kernels.rows import reference
+
+
+def sgd(rows: Tensor, state: Tensor, gradient: Tensor, lr: float, is_masked: Tensor | None = None) -> None:
+    """row -= lr * g. There is no state."""
+    _check(rows, state, 0, gradient, is_masked)
+    if len(rows) == 0:
+        return
+    if runs_triton(rows):
+        from nestpipe.kernels.rows import triton_updates
+
+        triton_updates.sgd(rows, gradient, is_masked, lr)
+    else:
+        reference.sgd(rows, gradient, is_masked, lr)
+
+
+def adagrad(
+    rows: Tensor, state: Tensor, gradient: Tensor, lr: float, eps: float, is_masked: Tensor | None = None
+) -> None:
+    """state += g^2; row -= lr * g / (sqrt(state) + eps)."""
+    _check(rows, state, rows.shape[1], gradient, is_masked)
+    if len(rows) == 0:
+        return
+    if runs_triton(rows):
+        from nestpipe.kernels.rows import triton_updates
+
+        triton_updates.adagrad(rows, state, gradient, is_masked, lr, eps)
+    else:
+        reference.adagrad(rows, state, gradient, is_masked, lr, eps)
+
+
+def rowwise_adagrad(
+    rows: Tensor, state: Tensor, gradient: Tensor, lr: float, eps: float, is_masked: Tensor | None = None
+) -> None:
+    """state += mean(g^2) over the row, one column; row -= lr * g / (sqrt(state) + eps)."""
+    _check(rows, state, 1, gradient, is_masked)
+    if len(rows) == 0:
+        return
+    if runs_triton(rows):
+        from nestpipe.kernels.rows import triton_updates
+
+        triton_updates.rowwise_adagrad(rows, state, gradient, is_masked, lr, eps)
+    else:
+        reference.rowwise_adagrad(rows, state, gradient, is_masked, lr, eps)
+
+
+def adam(
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    beta1: float,
+    beta2: float,
+    step_size: float,
+    eps: float,
+    is_masked: Tensor | None = None,
+) -> None:
+    """state = (first, second moment); row -= step_size * first / (sqrt(second) + eps)."""
+    _check(rows, state, 2 * rows.shape[1], gradient, is_masked)
+    if len(rows) == 0:
+        return
+    constants = beta1, beta2, step_size, eps
+    if runs_triton(rows):
+        from nestpipe.kernels.rows import triton_updates
+
+        triton_updates.adam(rows, state, gradient, is_masked, *constants)
+    else:
+        reference.adam(rows, state, gradient, is_masked, *constants)
+
+
+def _check(rows: Tensor, state: Tensor, state_width: int, gradient: Tensor, is_masked: Tensor | None) -> None:
+    check_rows({"rows": rows, "state": state, "gradient": gradient})
+    check_shape("state", state, len(rows), state_width)
+    check_shape("gradient", gradient, *rows.shape)
+    check_written("rows", rows)
+    check_written("state", state)
+    if is_masked is not None and is_masked.numel() != 1:
+        raise ValueError(f"is_masked has shape {list(is_masked.shape)}, must be one bool or int32")
+    check_reachable({"rows": rows, "state": state, "gradient": gradient, "is_masked": is_masked})

@@ -1,0 +1,119 @@
+"""The same command again goes on: which checkpoint a run resumes from, and what of its recipe may have changed."""
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from nestpipe.distributed import World
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.text import parse_config
+from nestpipe.recipe.value import ConfigError, literal
+from nestpipe.train.checkpoint import (
+    BEST,
+    RUN,
+    CheckpointError,
+    agree,
+    check_ours,
+    claim,
+    move_away,
+    newest_checkpoint,
+    read_recipe,
+)
+
+_FREE_SECTIONS = ("evaluate", "published", "logging", "checkpoint", "distributed", "memory")
+_FREE_KEYS = ("train.steps", "tables.max_rows")
+"""What may differ when a run resumes: how long it runs, what is watched and saved, and limits that an error message may
+have told the user to raise."""
+_OF_THE_MACHINE = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
+"""keys that default to what this machine has; bits depend on them, so a resumed run keeps those it began with"""
+
+
+def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
+    """Makes the run's folders of checkpoints ours, and returns the checkpoint to resume from, if there is one.
+
+    All ranks call it before anything is trained: a folder that cannot be used is refused now, not at the first save.
+    """
+    section = config.checkpoint
+    named = {RUN: section.dir, BEST: section.best}
+    folders = {holds: Path(name).resolve() for holds, name in named.items() if name is not None}
+    if len(set(folders.values())) < len(folders):
+        raise ConfigError(
+            f"checkpoint.dir and checkpoint.best are both {section.dir}; the best model needs its own folder"
+        )
+
+    def find() -> str:
+        for holds, folder in folders.items():
+            check_ours(folder, holds)
+        for folder in folders.values() if fresh and not _is_restart() else ():
+            if (moved := move_away(folder)) is not None:
+                print(f"nestpipe: {folder} was moved to {moved}", flush=True)
+        for holds, folder in folders.items():
+            claim(folder, holds)
+        return "" if section.dir is None else str(_newest(folders[RUN]) or "")
+
+    found = agree(world, find, "opening the folders of checkpoints", only_rank=0)[0] if folders else ""
+    if not found:
+        return None
+    _check_same_recipe(config, Path(found))
+    return Path(found)
+
+
+def with_saved_machine_keys(config: Config, fresh: bool) -> Config:
+    """Keys that default to what the machine has, from the checkpoint that the run will resume from."""
+    if config.checkpoint.dir is None or (fresh and not _is_restart()):
+        return config
+    newest, _ = newest_checkpoint(Path(config.checkpoint.dir).resolve())
+    saved = None if newest is None else _saved_config(newest)
+    for section, key in _OF_THE_MACHINE if saved is not None else ():
+        here = getattr(config, section)
+        if getattr(here, key) is None:
+            config = replace(config, **{section: replace(here, **{key: getattr(getattr(saved, section), key)})})
+    return config
+
+
+def _newest(folder: Path) -> Path | None:
+    newest, problems = newest_checkpoint(folder)
+    for problem in problems:
+        print(f"nestpipe: a damaged checkpoint is passed over: {problem}", flush=True)
+    return newest
+
+
+def _is_restart() -> bool:
+    """Whether torchrun started these ranks again after a failure: what the first start did must not be done again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _saved_config(checkpoint: Path) -> Config:
+    recipe, _ = read_recipe(checkpoint)
+    return parse_config(recipe, f"the recipe of {checkpoint}")
+
+
+def _check_same_recipe(config: Config, checkpoint: Path) -> None:
+    saved, here = _flat(_saved_config(checkpoint)), _flat(config)
+    different = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
+    if not different:
+        return
+    texts = [f"{name} was {_shown(saved.get(name))}, is {_shown(here.get(name))}" for name in different]
+    raise CheckpointError(
+        f"{checkpoint} was saved by a run with another recipe: {'; '.join(texts)}. Set back what differs to resume it; "
+        "or begin a new run with --fresh, which keeps the old folder under another name, or with another "
+        "checkpoint.dir, and checkpoint.load to start from a saved model"
+    )
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every key that must not change, by its name in a recipe."""
+    parts = {field.name: getattr(config, field.name) for field in fields(config)}
+    tables = {f"tables.{table.name}": table for table in parts.pop("tables")}
+    kept = {name: part for name, part in parts.items() if name not in _FREE_SECTIONS} | tables
+    return {
+        f"{name}.{key.name}": getattr(part, key.name)
+        for name, part in kept.items()
+        for key in fields(part)
+        if f"{name.partition('.')[0]}.{key.name}" not in _FREE_KEYS
+    }
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else literal(value)

@@ -1,0 +1,250 @@
+"""A whole run, as a recipe says: train, save, evaluate, sum up."""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestpipe.data.batch import Jagged
+from nestpipe.distributed import Channel, World
+from nestpipe.evaluation.clicks import auc, log_loss, normalised_entropy
+from nestpipe.evaluation.evaluate import Metric, evaluate
+from nestpipe.evaluation.ranking_metrics import RankMetrics
+from nestpipe.evaluation.validation import Validation
+from nestpipe.pipelining.trace import Span
+from nestpipe.recipe.build import Run, build
+from nestpipe.recipe.build_data import corpus_size
+from nestpipe.recipe.build_files import evaluated_split, skipped
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.resume import open_folders
+from nestpipe.recipe.summary import device_memory, summarise, table_memory
+from nestpipe.recipe.text import to_toml
+from nestpipe.recipe.trace_file import write_trace
+from nestpipe.recipe.value import ConfigError
+from nestpipe.train.checkpoint import CheckpointError
+from nestpipe.train.trainer import FitResult, Trainer
+
+Summary = dict[str, Any]
+AfterStep = Callable[[FitResult], None]
+
+
+class ClickMetrics:
+    """How good the predicted clicks are; of synthetic clicks also the generator's own probability: the ceiling."""
+
+    method = "predict"
+
+    def __init__(self, has_ceiling: bool = True) -> None:
+        self._columns: dict[str, list[Tensor]] = {"logit": [], "click": []}
+        if has_ceiling:
+            self._columns["ceiling"] = []
+
+    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
+        self._columns["logit"].append(outputs.double())
+        self._columns["click"].append(inputs["click"].double())
+        if "ceiling" in self._columns:
+            self._columns["ceiling"].append(inputs["click_probability"].double().logit())
+
+    def compute(self, channel: Channel) -> dict[str, float]:
+        columns = {name: _all_ranks(parts, channel) for name, parts in self._columns.items()}
+        click = columns.pop("click")
+        metrics = {"auc": auc, "log_loss": log_loss, "normalised_entropy": normalised_entropy}
+        ends = {"logit": "", "ceiling": "_ceiling"}
+        return {
+            f"{name}{ends[column]}": metric(scores, click)
+            for column, scores in columns.items()
+            for name, metric in metrics.items()
+        }
+
+
+def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
+    mine = torch.cat([torch.empty(0, dtype=torch.float64), *parts])
+    return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
+
+
+def run(
+    config: Config,
+    world: World,
+    after_step: AfterStep | None = None,
+    trace_path: Path | None = None,
+    traced_steps: range | None = None,
+    fresh: bool = False,
+) -> Summary:
+    """All ranks call it, and get the same summary. The config must be resolved.
+
+    If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves what is there away first.
+    """
+    this_run = _start(config, world)
+    validation = _validation(config, this_run)
+    trainer = this_run.trainer
+    checkpoint = open_folders(config, world, fresh)  # nothing is moved away for a recipe that cannot be run
+    if checkpoint is not None:
+        _resume(this_run, checkpoint, validation)
+        if world.rank == 0:
+            print(f"nestpipe: resumed from step {trainer.num_steps}, {checkpoint}", flush=True)
+    elif config.checkpoint.load is not None:
+        _resume(this_run, Path(config.checkpoint.load))
+    spans: list[Span] | None = [] if trace_path is not None else None
+    result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
+    _train(config, this_run, after_step, result, validation)
+    if trace_path is not None and result.spans is not None:
+        write_trace(result.spans, world, trace_path, result.traced_steps)
+    times = summarise(result.times, world)
+    summary: Summary = {
+        "schedule": config.pipeline.schedule,
+        "ranks": world.size,
+        "backend": world.backend,
+        "num_micro_batches": config.pipeline.num_micro_batches,
+        "steps": trainer.num_steps,
+        "resumed_from_step": result.num_steps_before if checkpoint is not None else 0,
+        "final_loss": result.losses[-1] if result.losses else None,
+        "num_skipped_batches": result.num_skipped,
+        **times.fields,
+        "spread": times.spread,
+        "metrics": _last_metrics(config, this_run, result),
+        "split": evaluated_split(config),
+        "published": _published(config),
+        "validations": result.validations,
+        "is_stopped_early": result.is_stopped,
+        "device_memory": device_memory(result, world),
+        "skipped": _skipped(config, this_run),
+        "tables": [asdict(table) for table in table_memory(trainer)],
+        "digest": trainer.digest(),
+        "config": to_toml(config),
+    }
+    return summary
+
+
+def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
+    """Evaluates a saved model as the end of its run did. All ranks call it; thread counts must be resolved."""
+    if config.evaluate.num_samples == 0:
+        raise ConfigError(
+            "evaluate.num_samples is 0: nothing is evaluated; --set evaluate.num_samples=65536, for example"
+        )
+    this_run = _start(config, world)
+    if this_run.held_out is None:
+        raise ConfigError(
+            "there is nothing to evaluate on; --set data.held_out=[...], files like those of the training"
+        )
+    this_run.trainer.load(checkpoint)
+    return {
+        "checkpoint": str(checkpoint),
+        "ranks": world.size,
+        "steps": this_run.trainer.num_steps,
+        "metrics": _evaluate(config, this_run),
+        "split": evaluated_split(config),
+        "published": _published(config),
+        "config": to_toml(config),
+    }
+
+
+def _start(config: Config, world: World) -> Run:
+    assert config.runtime.dense_threads is not None
+    torch.set_num_threads(config.runtime.dense_threads)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    # What we allocate we write; filling it before that would be a launch for each tensor on a device.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    this_run = build(config, world)
+    this_run.trainer.recipe = to_toml(config)
+    return this_run
+
+
+def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = None) -> None:
+    """Loads a checkpoint and puts the data after the last trained batch; validation goes on too, if it is given.
+
+    A checkpoint without a state of the data is taken to have had this batch size.
+    """
+    trainer, batches = this_run.trainer, this_run.batches
+    extra = trainer.load(checkpoint)
+    position = trainer.num_steps * batches.batch_size * batches.world_size
+    try:
+        batches.load_state(trainer.data_state() or {"position": position})
+    except ValueError as error:
+        raise CheckpointError(f"going on from {checkpoint} failed: {error}") from error
+    if validation is not None and "validation" in extra:
+        validation.load_state(extra["validation"])
+
+
+def _train(
+    config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
+) -> None:
+    """In one call of fit, or with a checkpoint after every checkpoint.every steps. A finished run trains nothing."""
+    trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
+    callbacks = [] if validation is None else [validation]
+    result.is_stopped = validation is not None and validation.is_exhausted
+    while not result.is_stopped and (left := config.train.steps - trainer.num_steps) > 0:
+        num_before = trainer.num_steps
+        steps = min(left, every - num_before % every) if folder and every else left
+        trainer.fit(this_run.batches, steps, after_step, result, callbacks)
+        if folder and trainer.num_steps > num_before:
+            trainer.save(Path(folder), extra={} if validation is None else {"validation": validation.state()})
+        if trainer.num_steps < num_before + steps:
+            break  # the data has ended
+
+
+def _validation(config: Config, this_run: Run) -> Validation | None:
+    section, best = config.evaluate, config.checkpoint.best
+    for key, is_set in (("evaluate.patience", section.patience > 0), ("checkpoint.best", best is not None)):
+        if is_set and section.every == 0:
+            raise ConfigError(
+                f"{key} is set, but evaluate.every is 0: there are no evaluations while training to go by"
+            )
+    if section.every == 0:
+        return None
+    if config.chooses and evaluated_split(config) == "test":
+        raise ConfigError(
+            "evaluate.patience and checkpoint.best choose a model, but evaluate.split is 'test': its numbers would no "
+            "longer be those of a test. Leave evaluate.split out (validation), and evaluate the saved model on the "
+            "test: nestpipe evaluate FOLDER --set evaluate.split=test"
+        )
+    if section.num_samples == 0:
+        raise ConfigError("evaluate.every is set, but evaluate.num_samples is 0: there is nothing to evaluate on")
+    if this_run.held_out is None:
+        raise ConfigError("evaluate.every is set, but data.held_out is not: there is nothing to evaluate on")
+    return Validation(
+        section.every,
+        lambda trainer: _evaluate(config, this_run),
+        metric=section.metric,
+        patience=section.patience or None,
+        save_best=best,
+    )
+
+
+def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str, float]:
+    if config.evaluate.num_samples == 0 or this_run.held_out is None:
+        return {}
+    if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
+        return {name: value for name, value in result.validations[-1].items() if name != "step"}
+    return _evaluate(config, this_run)
+
+
+def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
+    """On the held-out samples, the same ones every time."""
+    assert this_run.held_out is not None
+    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [_metric(config, this_run.trainer)])
+    numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
+    return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
+
+
+def _metric(config: Config, trainer: Trainer) -> Metric:
+    if config.model.kind == "dlrm":
+        return ClickMetrics(has_ceiling=config.data.kind == "clicks")
+    return RankMetrics(trainer, corpus_size(config))
+
+
+def _published(config: Config) -> dict[str, float]:
+    return {name: value for name, value in asdict(config.published).items() if value is not None}
+
+
+def _skipped(config: Config, this_run: Run) -> dict[str, Any]:
+    """What data.skip_bad left out, of the files to train on and of those to evaluate on."""
+    if not config.data.skip_bad:
+        return {}
+    datasets = {"training": this_run.batches.dataset}
+    if this_run.held_out is not None:
+        datasets["evaluation"] = this_run.held_out.dataset
+    found = {name: skipped(dataset) for name, dataset in datasets.items()}
+    return {name: asdict(of_data) for name, of_data in found.items() if of_data is not None}

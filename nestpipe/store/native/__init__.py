@@ -1,0 +1,1 @@
+"""The native library, and its operations on arrays of keys and rows."""

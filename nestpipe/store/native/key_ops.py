@@ -1,0 +1,111 @@
+"""Bulk operations on keys that need no store: dedup, matching, hashing, grouping by owner or by row."""
+
+from ctypes import byref, c_int64
+
+import torch
+from torch import Tensor
+
+from nestpipe.store.interface import (
+    NUM_BUCKETS,
+    check_array,
+    check_integer,
+    check_keys,
+    check_name,
+    check_offsets,
+    check_threads,
+)
+from nestpipe.store.native.library import call, pointer
+
+
+def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys.
+
+    `out`: memory for both, as long as `keys`, to be used again from call to call; the first result is a view of it.
+    """
+    num_keys = check_keys(keys)
+    check_threads(num_threads)
+    distinct, inverse = out if out is not None else (torch.empty_like(keys), torch.empty_like(keys))
+    for array in (distinct, inverse):
+        check_array("out", array, torch.int64, [num_keys])
+    num_unique = c_int64()
+    call("unique", pointer(keys), num_keys, pointer(distinct), pointer(inverse), byref(num_unique), num_threads)
+    return distinct[: num_unique.value], inverse
+
+
+def match_tables(
+    before: Tensor, before_offsets: Tensor, here: Tensor, here_offsets: Tensor, num_threads: int = 1
+) -> Tensor:
+    """The index in `before` of each key of `here`, looked for within the same table; -1 where it has none.
+
+    Table t has keys offsets[t] .. offsets[t + 1] - 1 of either list. Those of `before` are distinct within a table.
+    """
+    num_before, num_here = check_keys(before), check_keys(here)
+    check_threads(num_threads)
+    num_tables = max(len(here_offsets), 1) - 1
+    check_offsets("before_offsets", before_offsets, num_tables)
+    check_offsets("here_offsets", here_offsets, num_tables)
+    places = torch.empty_like(here)
+    call(
+        "match_tables",
+        pointer(before),
+        num_before,
+        pointer(before_offsets),
+        pointer(here),
+        num_here,
+        pointer(here_offsets),
+        num_tables,
+        pointer(places),
+        num_threads,
+    )
+    return places
+
+
+def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+    """Positions of the keys, owner rank 0's first, in the given order within an owner; and how many each owner has."""
+    check_name(table)
+    check_integer("world_size", world_size, 1, NUM_BUCKETS)
+    num_keys = check_keys(keys)
+    order, counts = torch.empty_like(keys), torch.empty(world_size, dtype=torch.int64)
+    call("group_by_owner", table.encode(), pointer(keys), num_keys, world_size, pointer(order), pointer(counts))
+    return order, counts
+
+
+def group_by_row(
+    index: Tensor, offsets: Tensor | None, num_rows: int, with_occurrences: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The occurrences of each row, in order: offsets of the rows, numbers of the occurrences, and their samples.
+
+    Occurrence i is of row index[i], or of none where that is num_rows; sample s has occurrences offsets[s] ..
+    offsets[s + 1] - 1, or s alone without offsets.
+    """
+    num_occurrences = check_keys(index)
+    check_integer("num_rows", num_rows, 0, 2**40 - 1)
+    if offsets is not None:
+        check_array("offsets", offsets, torch.int64, [max(len(offsets), 1)])
+    num_samples = num_occurrences if offsets is None else len(offsets) - 1
+    row_offsets, samples = torch.empty(num_rows + 1, dtype=torch.int64), torch.empty_like(index)
+    occurrences = torch.empty_like(index) if with_occurrences and offsets is not None else None
+    call(
+        "group_by_row",
+        pointer(index),
+        num_occurrences,
+        pointer(offsets),
+        num_samples,
+        num_rows,
+        pointer(row_offsets),
+        pointer(occurrences),
+        pointer(samples),
+    )
+    if with_occurrences and occurrences is None:
+        occurrences = samples
+    grouped = slice(int(row_offsets[-1]))
+    return row_offsets, None if occurrences is None else occurrences[grouped], samples[grouped]
+
+
+def hash_keys(table: str, keys: Tensor) -> Tensor:
+    """mix64(key, table name) as int64 bit patterns. The top 16 bits are the key's bucket."""
+    check_name(table)
+    num_keys = check_keys(keys)
+    hashes = torch.empty_like(keys)
+    call("hash", table.encode(), pointer(keys), num_keys, pointer(hashes))
+    return hashes

@@ -1,0 +1,41 @@
+"""Interleaved comparison: order, count, ratio."""
+
+import pytest
+
+from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.pairs import Comparison, compare, median_interval
+
+
+def test_pairs_alternate_and_the_first_is_left_out() -> None:
+    calls: list[str] = []
+    comparison = compare(lambda: calls.append("o"), lambda: calls.append("b"), 3, lambda: calls.append("-"))
+    assert "".join(calls) == "-bo-ob-bo-ob"
+    assert len(comparison.ours) == len(comparison.baseline) == 3
+
+
+def test_ratio_is_the_median_of_the_pairs() -> None:
+    fields = Comparison(ours=[1.0, 2.0, 4.0], baseline=[2.0, 2.0, 12.0]).fields("speed")
+    assert fields == {"speed": 2.0, "speed_low": 1.0, "speed_high": 3.0}
+
+
+def _resident_growth(num_bytes: int) -> tuple[int, int]:
+    before = resident_bytes()
+    data = bytearray(b"x") * num_bytes
+    grown = resident_bytes() - before
+    del data
+    reset_peak()
+    data = bytearray(b"x") * (num_bytes // 2)
+    del data
+    return grown, peak_bytes() - before
+
+
+def test_memory_is_measured() -> None:
+    grown, peak = in_fresh_process(_resident_growth, 200_000_000)
+    assert grown == pytest.approx(200_000_000, rel=0.05)
+    assert peak == pytest.approx(100_000_000, rel=0.1)
+
+
+def test_interval_of_a_median() -> None:
+    """For 40 values the 14th from either end; for few values all of them."""
+    assert median_interval([float(i) for i in range(1, 41)][::-1]) == (14.0, 27.0)
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
