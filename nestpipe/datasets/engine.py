@@ -1,25 +1,26 @@
-"""DuckDB, which parses, groups and sorts: in so much memory, and on disk beyond it."""
+"""DuckDB, which parses, groups and sorts in a fixed amount of memory, and on disk beyond it."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from nestpipe.store.cores import usable_cores
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 MEMORY_BYTES = 700_000_000
-"""of the engine; the whole process has a few hundred MB more"""
+"""memory of the engine; the whole process has a few hundred MB more"""
 MOST_THREADS = 8
-"""each needs memory of its own"""
+"""a limit, because each thread needs memory of its own"""
 ROWS_A_BATCH = 1 << 17
 _POLL_SECONDS = 0.1
 
 Report = Callable[[float], None]
-"""Takes how much is done, 0 to 1."""
+"""takes the share that is done, 0 to 1"""
 
 
 def num_threads() -> int:
@@ -27,12 +28,12 @@ def num_threads() -> int:
 
 
 class EngineError(Exception):
-    """The engine cannot go on; its own words."""
+    """An error of the engine, in its own words."""
 
 
 class Engine:
     def __init__(self, spill: Path) -> None:
-        """What does not fit into memory goes to the folder `spill`."""
+        """spill: folder for what does not fit into memory."""
         try:
             import duckdb
         except ImportError:
@@ -58,7 +59,7 @@ class Engine:
         self._connection.close()
 
     def run(self, sql: str, report: Report = lambda done: None) -> None:
-        """Reports on the way, and can be interrupted."""
+        """Runs a statement, which reports its progress and can be interrupted."""
         with ThreadPoolExecutor(1) as executor:
             running = executor.submit(self._connection.execute, sql)
             while True:
@@ -82,8 +83,10 @@ class Engine:
     def number(self, sql: str) -> int:
         return int(self.rows(sql)[0][0])
 
-    def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """The result in its order, never all of it in memory."""
+    def batches(self, sql: str) -> Iterator["pa.RecordBatch"]:
+        """Yields a result in its order, without holding all of it in memory."""
+        import pyarrow as pa  # slow to import
+
         try:
             yield from self._connection.sql(sql).to_arrow_reader(ROWS_A_BATCH)
         except (self._errors, pa.ArrowException) as error:

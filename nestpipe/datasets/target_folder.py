@@ -1,4 +1,4 @@
-"""The prepared folder while it is made: one process at a time, all or nothing, and nobody else's files touched."""
+"""The prepared folder while it is made: one process at a time, all or nothing, files of others untouched."""
 
 import fcntl
 import json
@@ -13,9 +13,9 @@ from typing import TextIO
 from nestpipe.data.files.manifest import FORMAT, MANIFEST
 
 UNFINISHED = "unfinished"
-"""the folder within the prepared one that has everything until the end; it marks what may be started over"""
+"""folder within the prepared one that holds everything until the end; it marks what may be started over"""
 MARK = "nestpipe data prepare: what it has written in this folder is removed at its end, or when it starts over\n"
-"""in the lock file: without it the folder is somebody else's"""
+"""content of the lock file; a folder without it belongs to somebody else"""
 _LOCK, _MOVES, _REPLACED = "lock", "moves.json", "replaced"
 _PREPARED = re.compile(r"(users|train|validation|test)-\d{5}\.parquet|(items|user_ids)\.parquet")
 _WORK = re.compile(rf"spool-\d{{5}}\.parquet|spill|{_MOVES}(\.new)?|{_REPLACED}|manifest\.json(\.unfinished)?")
@@ -23,7 +23,7 @@ _WORK = re.compile(rf"spool-\d{{5}}\.parquet|spill|{_MOVES}(\.new)?|{_REPLACED}|
 
 @contextmanager
 def unfinished(target: Path, force: bool) -> Iterator[Path]:
-    """The folder to work in, fresh, and removed in the end; one process at a time."""
+    """Yields an empty folder to work in, for one process at a time, and removes it in the end."""
     folder = target / UNFINISHED
     _check_ours(target)
     if not folder.exists():
@@ -42,17 +42,19 @@ def unfinished(target: Path, force: bool) -> Iterator[Path]:
 
 
 def move_in(target: Path, names: Sequence[str]) -> None:
-    """All files and the manifest, which comes last, from the unfinished folder, in the place of those that an older
-    manifest names. Where that ends in the middle, what was there before comes back, at the latest in the next run."""
+    """Moves the files and then the manifest out of the unfinished folder, and those of an older manifest into it.
+
+    If that is interrupted, the older files come back, at the latest when the next run starts.
+    """
     folder, replaced = target / UNFINISHED, target / UNFINISHED / _REPLACED
     old = _named_in_manifest(target) if (target / MANIFEST).exists() else []
     for name in names:
-        if name not in old and _is_there(target / name):
+        if name not in old and _exists(target / name):
             raise ValueError(f"{target / name} was not made by `nestpipe data prepare`; move it away")
     replaced.mkdir()
     _write(folder / _MOVES, json.dumps([*names, MANIFEST]))
     for name in (MANIFEST, *old):
-        if _is_there(target / name):
+        if _exists(target / name):
             (target / name).replace(replaced / name)
     for name in (*names, MANIFEST):
         (folder / name).replace(target / name)
@@ -64,7 +66,7 @@ def _undo_moves(target: Path) -> None:
         return
     if (folder / MANIFEST).exists():  # it is moved last
         for name in json.loads((folder / _MOVES).read_text()):
-            if not (folder / name).exists() and _is_there(target / name):
+            if not (folder / name).exists() and _exists(target / name):
                 (target / name).replace(folder / name)
         for path in sorted(replaced.iterdir(), key=lambda path: path.name == MANIFEST):
             path.replace(target / path.name)
@@ -72,12 +74,12 @@ def _undo_moves(target: Path) -> None:
 
 
 def _check_ours(target: Path) -> None:
-    if not _is_there(target):
+    if not _exists(target):
         return
     if not target.is_dir():
         raise _not_ours(target)
     folder = target / UNFINISHED
-    has_manifest, has_folder = (target / MANIFEST).exists(), _is_there(folder)
+    has_manifest, has_folder = (target / MANIFEST).exists(), _exists(folder)
     if has_manifest:
         _named_in_manifest(target)
     if has_folder and not _is_marked(folder) and not _is_blank(folder):
@@ -96,7 +98,7 @@ def _not_ours(path: Path) -> ValueError:
 
 
 def _named_in_manifest(target: Path) -> list[str]:
-    """The files of a finished folder, of whatever version."""
+    """Returns the files of a finished folder, of any version."""
     try:
         content = json.loads((target / MANIFEST).read_text())
         names = [file["name"] for file in content["files"]]
@@ -116,20 +118,20 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _is_blank(folder: Path) -> bool:
-    """Killed before it was marked: there is nothing that could be lost."""
+    """Returns whether a run was killed before it marked the folder; then the folder holds nothing to lose."""
     if not folder.is_dir() or folder.is_symlink():
         return False
     return all(path.name == _LOCK and path.is_file() and path.stat().st_size == 0 for path in folder.iterdir())
 
 
 def _locked(target: Path) -> TextIO:
-    """The lock file, marked. Whoever had it may have removed it after it was opened here: then there is another."""
-    while (lock := _lock_if_there(target)) is None:
+    """Returns the lock file, locked and marked. Tries again if its last owner removed it after it was opened here."""
+    while (lock := _try_lock(target)) is None:
         pass
     return lock
 
 
-def _lock_if_there(target: Path) -> TextIO | None:
+def _try_lock(target: Path) -> TextIO | None:
     path = target / UNFINISHED / _LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,7 @@ def _mark(lock: TextIO) -> None:
 
 
 def _remove_work(folder: Path) -> None:
-    """Only what was written here."""
+    """Removes what this module and the preparation wrote, and nothing else."""
     for path in folder.iterdir():
         if _PREPARED.fullmatch(path.name) or _WORK.fullmatch(path.name):
             if path.is_dir() and not path.is_symlink():
@@ -172,22 +174,21 @@ def _remove_work(folder: Path) -> None:
 
 
 def _remove_if_empty(target: Path) -> None:
-    """The lock last, and it stays where others have put something beside it. Once it is gone, the folders may already
-    be those of another process."""
+    """Removes the lock and the empty folders; keeps them if the folder holds files of others."""
     folder = target / UNFINISHED
     if [path.name for path in folder.iterdir()] == [_LOCK]:
         (folder / _LOCK).unlink()
-        with suppress(OSError):
+        with suppress(OSError):  # from here on another process may use the folders
             folder.rmdir()
             target.rmdir()
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
+    """Writes all of the text or nothing."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()

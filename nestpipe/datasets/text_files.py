@@ -1,4 +1,4 @@
-"""Published files as text: which columns they have, what their fields may hold, how the engine reads them."""
+"""Published files as text: their columns, what the fields may hold, and SQL that reads them."""
 
 import gzip
 import re
@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 LONGEST_LINE_BYTES = 2_000_000
-"""the engine's limit"""
+"""limit of the engine"""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a column holds: once for the engine, once for people, who are told the line. Both must say the same."""
+    """The values that a column may hold, twice: as SQL for the engine, and as a pattern that finds the bad line.
+
+    Both must accept the same texts.
+    """
 
     what: str
+    """description for error messages"""
     pattern: re.Pattern[str]
     value: str
-    """SQL: the value of the text {0}, or null"""
+    """SQL for the value of the text {0}, or null"""
     good: str
-    """SQL: true if the text {0} is what it must be; {1} is its value"""
+    """SQL that is true if the text {0} is allowed; {1} is its value"""
 
     def accepts(self, text: str) -> bool:
         if self.pattern.fullmatch(text) is None:
@@ -30,7 +34,7 @@ class Field:
 
 
 _BIGINT = "TRY_CAST({0} AS BIGINT)"
-# The engine takes 1.5 as 2, and +1, 01 and 1e0 as 1: only what comes out as it went in is a number.
+# The engine reads 1.5 as 2, and +1, 01 and 1e0 as 1, so a number must print as the text that it was read from.
 _SAME = "CAST({1} AS VARCHAR) = {0}"
 WHOLE = Field("a whole number, 0 or more", re.compile("0|[1-9][0-9]*"), _BIGINT, f"{_SAME} AND {{1}} >= 0")
 INTEGER = Field("an integer, or nothing", re.compile("0|-?[1-9][0-9]*|"), _BIGINT, f"({{0}} IS NULL OR {_SAME})")
@@ -47,13 +51,13 @@ HEX = Field(
 class TextFormat:
     delimiter: str
     columns: tuple[str, ...]
-    """all of a line, in order"""
+    """all columns of a line, in order"""
     fields: Mapping[str, Field]
     """the columns that are read"""
     has_header: bool
 
     def lines(self, file: Path, *, skip_bad: bool) -> str:
-        """SQL: the values of the columns that are read, and whether the line is `good`, in the order of the file."""
+        """Returns SQL for the columns that are read, and whether a line is `good`, in the order of the file."""
         texts = {name: _quoted(name) for name in self.fields}
         values = {name: _quoted(f"value of {name}") for name in self.fields}
         inner = ", ".join(f"{texts[n]}, {f.value.format(texts[n])} AS {values[n]}" for n, f in self.fields.items())
@@ -63,8 +67,10 @@ class TextFormat:
         return f"SELECT {outer}, coalesce({tests}, false) AS good FROM (SELECT {inner} FROM {scan})"
 
     def _scan(self, file: Path, skip_bad: bool) -> str:
-        """All columns as text. Blank lines are none; one with a wrong number of fields is an error, or noted in
-        reject_errors."""
+        """Returns SQL for all columns as text, without blank lines.
+
+        A line with a wrong number of fields is an error or, with skip_bad, a row of the table reject_errors.
+        """
         columns = ", ".join(f"{_text(name)}: 'VARCHAR'" for name in self.columns)
         options = {
             "columns": f"{{{columns}}}",
@@ -81,14 +87,17 @@ class TextFormat:
         return f"read_csv({_text(_literal_path(file))}, {listed})"
 
     def problem(self, line: bytes) -> str | None:
-        """Of a line without its end; None if it is good, or blank. Fields that are not read may hold any bytes."""
+        """Returns what is wrong with a line, given without its end; None if it is good or blank.
+
+        Fields that are not read may hold any bytes.
+        """
         texts = line.decode(errors="surrogateescape").split(self.delimiter)
         if texts == [""]:
             return None
         if len(line) > LONGEST_LINE_BYTES:
             return f"is longer than {LONGEST_LINE_BYTES:,} bytes"
         while len(texts) > len(self.columns) and texts[-1] == "":
-            texts.pop()  # the engine overlooks delimiters at the end
+            texts.pop()  # the engine ignores delimiters at the end
         if len(texts) != len(self.columns):
             return f"has {len(texts)} fields, must have {len(self.columns)}"
         for name, text in zip(self.columns, texts, strict=True):
@@ -110,17 +119,17 @@ def open_text(file: Path) -> BinaryIO:
 
 
 def estimate_lines(file: Path, sample_bytes: int = 1 << 20) -> float:
-    """About how many it has, from its size and its beginning; for progress only."""
+    """Estimates the number of lines from the size and the beginning of a file, for progress only."""
     try:
         with file.open("rb") as raw:
             text = (gzip.GzipFile(fileobj=raw) if is_gzip(file) else raw).read(sample_bytes)
             return max(1.0, text.count(b"\n") / max(1, raw.tell()) * file.stat().st_size)
     except (EOFError, OSError, zlib.error):
-        return 1.0  # whoever reads it says what is wrong
+        return 1.0  # the error is reported when the file is read
 
 
 def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns that the first line names."""
+    """Returns the columns that the first line names."""
     try:
         with open_text(file) as opened:
             line = opened.readline(LONGEST_LINE_BYTES).rstrip(b"\r\n").decode(errors="replace")
@@ -140,7 +149,7 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
 
 _GET_AGAIN = "get the file again"
 _SAME_ENDS = "the engine needs the same line ends in all of a file: make them so, as with `tr '\\r' '\\n'`"
-"""blank lines, which come of it, are none; `tr -d '\\r'` and dos2unix would join lines, or leave them so"""
+"""the blank lines that `tr` makes are ignored; `tr -d '\\r'` would join lines, and dos2unix leave some as they are"""
 
 
 @dataclass(frozen=True)
@@ -154,18 +163,18 @@ class BadLine:
 
 
 def find_bad_line(file: Path, text_format: TextFormat, *, skip_bad: bool) -> BadLine | None:
-    """The first one that is an error. Slow: only for when something is known to be wrong."""
-    number, first_end, is_begin = 0, b"", True
+    """Returns the first line that is an error. Slow, so only for files in which something is known to be wrong."""
+    number, first_end, is_line_start = 0, b"", True
     try:
         with open_text(file) as opened:
             while line := opened.readline(LONGEST_LINE_BYTES + 2):
                 text, end = _without_end(line)
-                was_begin, is_begin = is_begin, end != b""
-                if not was_begin:
+                was_line_start, is_line_start = is_line_start, end != b""
+                if not was_line_start:
                     continue  # the rest of a line that is too long
                 number += 1
                 first_end = first_end or end
-                problem = _problem_of_ends(text, end, first_end)
+                problem = _problem_of_end(text, end, first_end)
                 if problem is not None:
                     return BadLine(number, problem, _SAME_ENDS)
                 if skip_bad or (number == 1 and text_format.has_header):
@@ -187,8 +196,8 @@ def _without_end(line: bytes) -> tuple[bytes, bytes]:
     return line, b""
 
 
-def _problem_of_ends(text: bytes, end: bytes, first_end: bytes) -> str | None:
-    """The engine goes no further where they are mixed."""
+def _problem_of_end(text: bytes, end: bytes, first_end: bytes) -> str | None:
+    """Returns what is wrong with a line's end. The engine cannot read beyond a place where line ends are mixed."""
     if b"\r" in text[:LONGEST_LINE_BYTES]:
         return "has a carriage return (\\r) without a line feed (\\n)"
     if end not in (first_end, b""):
@@ -198,7 +207,7 @@ def _problem_of_ends(text: bytes, end: bytes, first_end: bytes) -> str | None:
 
 
 def _is_utf8(text: str) -> bool:
-    """Of text that was decoded with surrogates for other bytes."""
+    """Returns whether text that was decoded with surrogateescape has none."""
     return all(not "\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -211,5 +220,5 @@ def _text(text: str) -> str:
 
 
 def _literal_path(file: Path) -> str:
-    """The engine takes some characters as patterns."""
+    """Returns the path with the characters quoted that the engine would take as patterns."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in str(file))

@@ -1,19 +1,21 @@
-"""What the preparation of any format has: its engine, its folder, its input, and a way to say how far it is."""
+"""The context that every preparation works in: its input, its folder, the engine, and reports of progress."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from nestpipe.data.files.manifest import Kind
 from nestpipe.datasets.engine import Engine, EngineError, Report
-from nestpipe.datasets.input_checks import Stamp, check_unchanged, checked, gzip_problem
+from nestpipe.datasets.input_files import Stamp, check_unchanged, checked, gzip_problem
 from nestpipe.datasets.text_files import TextFormat, find_bad_line
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 Progress = Callable[[str, float], None]
-"""Takes the stage and how much of the whole is done, 0 to 1."""
+"""takes the stage and the share of the whole that is done, 0 to 1"""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Source:
     """in the order in which they are read"""
     text_format: TextFormat
     stamps: Mapping[Path, Stamp]
-    """of the files when they were found"""
+    """stamps of the files when they were found"""
 
 
 @dataclass(frozen=True)
-class Made:
-    """A file that is ready, in the folder of the work."""
+class WrittenFile:
+    """A finished file in the folder of the work."""
 
     name: str
     split: str
@@ -40,13 +42,13 @@ class Made:
 @dataclass(frozen=True)
 class Prepared:
     kind: Kind
-    schema: pa.Schema
+    schema: "pa.Schema"
     counts: Mapping[str, int]
-    files: Sequence[Made]
+    files: Sequence[WrittenFile]
 
 
 class Stages:
-    """Stages with their shares of the whole time, as measured once; the estimate of what is left follows from them."""
+    """Stages with their shares of the whole time, as measured once. The estimate of the time left uses them."""
 
     def __init__(self, progress: Progress, shares: Mapping[str, float]) -> None:
         self._progress = progress
@@ -71,26 +73,26 @@ class Work:
     progress: Progress
 
     def reading(self, file: Path) -> AbstractContextManager[None]:
-        """Around the scan of a file: it must be whole, and stay as it is."""
+        """Checks, while and after a file is scanned, that it is complete and unchanged."""
         return checked(file, self.source.stamps[file])
 
     def bad_line(self, file: Path) -> ValueError:
-        """The error that names it, when the engine has found some."""
+        """Returns the error that names a bad line, when the engine has met some."""
         check_unchanged(file, self.source.stamps[file])
-        found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
-        return ValueError(f"{file} {found or 'has bad lines; leave them out with --skip-bad'}")
+        bad = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
+        return ValueError(f"{file} {bad or 'has bad lines; leave them out with --skip-bad'}")
 
     def failed_scan(self, file: Path, error: EngineError) -> Exception:
-        """The error that names a line if that is the reason, otherwise what the engine says."""
+        """Returns the error that names a bad line if one is the reason, otherwise the engine's error."""
         check_unchanged(file, self.source.stamps[file])
-        found = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
-        if found is not None:
-            return ValueError(f"{file} {found}")
+        bad = find_bad_line(file, self.source.text_format, skip_bad=self.skip_bad)
+        if bad is not None:
+            return ValueError(f"{file} {bad}")
         problem = gzip_problem(file)
         return error if problem is None else ValueError(f"{file}: {problem}; get the file again")
 
     def num_rejected(self) -> int:
-        """Lines that the engine could not split into fields."""
+        """Returns the number of lines that the engine could not split into fields."""
         if not self.skip_bad:
             return 0
         return self.engine.number("SELECT count(*) FROM (SELECT DISTINCT scan_id, file_id, line FROM reject_errors)")
@@ -101,7 +103,7 @@ def no_good_line(file: Path) -> ValueError:
 
 
 def scan_report(source: Source, number: int, report: Report) -> Report:
-    """Of the scan of one of several files, by their sizes."""
+    """Returns the report of the scan of one file; its share of the whole is its share of the bytes."""
     sizes = [source.stamps[file].num_bytes for file in source.files]
     before, total = sum(sizes[:number]), sum(sizes)
     return lambda done: report((before + sizes[number] * done) / total)

@@ -1,4 +1,4 @@
-"""`nestpipe data` as a user calls it."""
+"""`nestpipe data` as users call it."""
 
 import io
 import json
@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from nestpipe.cli.data_progress import show_stages
 from nestpipe.cli.main import app
 from nestpipe.data.files.manifest import read_manifest
+from nestpipe.datasets.published import published_formats
 from tests.cli.test_commands import quick_records
 
 
@@ -52,9 +53,13 @@ def test_bad_lines_are_named_or_counted(tmp_path: Path) -> None:
 
 
 def test_help_and_refusals(tmp_path: Path) -> None:
-    assert all(word in call("prepare", "--help").output for word in ("--skip-bad", "--force", "kuairand"))
-    assert all(word in call("generate", "--help").output for word in ("--rows", "--seed", "--variant"))
-    assert call("prepare", "news", tmp_path, tmp_path / "dst").exit_code == 2
+    prepare_help, generate_help = (call(command, "--help").output for command in ("prepare", "generate"))
+    assert all(word in prepare_help for word in ("--skip-bad", "--force", "criteo", "kuairand", "movielens"))
+    assert all(word in generate_help for word in ("--rows", "--seed", "--variant", *published_formats()))
+    assert all(variant in generate_help for one in published_formats().values() for variant in one.variants)
+    unknown = call("prepare", "news", tmp_path, tmp_path / "dst")
+    assert unknown.exit_code == 2
+    assert "there is no format 'news'; formats are criteo, kuairand, movielens" in unknown.stderr
     refused = call("generate", "criteo", tmp_path / "dst", "--rows", 10, "--variant", "1m")
     assert (refused.exit_code, "variants are kaggle, terabyte" in refused.stderr) == (2, True)
 

@@ -1,4 +1,4 @@
-"""`nestpipe data inspect` as a user calls it."""
+"""`nestpipe data inspect` as users call it."""
 
 import json
 from pathlib import Path

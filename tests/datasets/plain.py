@@ -1,4 +1,4 @@
-"""The plain preparation: lists and dictionaries, one line at a time. It says what is right."""
+"""The plain preparation, with lists and dictionaries, one line at a time: what the others must equal."""
 
 import gzip
 import math
@@ -21,7 +21,7 @@ class Event(NamedTuple):
 
 class Histories(NamedTuple):
     items: list[int]
-    """originals, by new number"""
+    """original ids by new number"""
     users: list[int]
     histories: list[list[tuple[int, int]]]
     """(item, seconds) by new numbers"""
@@ -43,13 +43,15 @@ def plain_histories(events: list[Event], ticks_a_second: int, least_per_item: in
     number = {original: n for n, original in enumerate(all_items)}
     histories = []
     for user in all_users:
-        own = sorted((e for e in events if e.user == user), key=lambda e: e.time)  # stable: ties as in the files
+        own = sorted(
+            (e for e in events if e.user == user), key=lambda e: e.time
+        )  # stable: ties keep the order of the files
         histories.append([(number[e.item], e.time // ticks_a_second) for e in own])
     return Histories(all_items, all_users, histories)
 
 
 def read_histories(folder: Path, manifest: Manifest) -> Histories:
-    """What a prepared folder has."""
+    """Reads a prepared folder."""
     tables = [pq.read_table(folder / f.name) for f in manifest.files if f.split == "all"]
     rows = [row for table in tables for row in table.to_pylist()]
     assert [row["user"] for row in rows] == list(range(len(rows)))

@@ -1,6 +1,6 @@
 """Bad input: the error names file and line; --skip-bad leaves out what can be left out, and counts it.
 
-Fails if `_SAME` in text_files.py is `true` (1.5 would be taken as 2), or where `problem` and the engine disagree.
+Fails if `_SAME` in text_files.py is `true` (1.5 would be taken as 2), or if `problem` and the engine disagree.
 """
 
 import gzip
@@ -13,7 +13,7 @@ import pytest
 from nestpipe.datasets.kuairand import standard_logs
 from nestpipe.datasets.prepare import prepare
 from tests.datasets.plain import read_clicks, read_histories
-from tests.datasets.test_clicks import line
+from tests.datasets.samples.test_clicks import line
 
 BIG = "9" * 20
 BAD_RATINGS = {
@@ -96,7 +96,7 @@ def test_bad_clicks(bad: str, tmp_path: Path) -> None:
 
 
 def write_logs(folder: Path, second: bytes, name: str = "") -> Path:
-    """Two logs, the second one with these bytes."""
+    """Writes two logs, the second one with these bytes."""
     first_name, second_name = standard_logs("pure")
     (folder / first_name).write_text("user_id,video_id,time_ms\n" + "1,2,3\n" * 400)
     path = folder / (name or second_name)
@@ -132,7 +132,7 @@ def test_bad_logs(content: bytes, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [4, 500])
 def test_a_truncated_gzip_cannot_be_skipped(cut: int, tmp_path: Path) -> None:
-    """Nor does a bad line before its end hide it."""
+    """A bad line before the end must not hide that the file is truncated."""
     lines = b"1::2::3::x\n" + b"1::2::3::4\n" * 90_000
     (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(lines, mtime=0)[:-cut])
     with pytest.raises(ValueError, match=r"ratings\.dat\.gz line \d+: the gzip file ends in the middle"):
@@ -183,7 +183,7 @@ def test_no_good_line(tmp_path: Path) -> None:
 
 
 def test_delimiters_at_the_end_are_overlooked(tmp_path: Path) -> None:
-    """By the engine; so by what names bad lines."""
+    """The engine ignores them, so the search for the bad line must ignore them, too."""
     (tmp_path / "train.txt").write_text("\n".join([*(line() + "\t" * (n % 3) for n in range(20)), "x"]))
     with pytest.raises(ValueError, match="line 21: has 1 fields, must have 40"):
         prepare("criteo", tmp_path, tmp_path / "dst")
@@ -191,7 +191,7 @@ def test_delimiters_at_the_end_are_overlooked(tmp_path: Path) -> None:
 
 
 def test_bytes_of_columns_that_are_not_read(tmp_path: Path) -> None:
-    """They may be anything, and another bad line is the one that is named."""
+    """They may hold any bytes; the error names another line, which is bad."""
     good = b"1::2::\xe9::4\n1::3::\xff\xfe::5\n"
     (tmp_path / "ratings.dat").write_bytes(good)
     manifest = prepare("movielens", tmp_path, tmp_path / "dst")
@@ -222,14 +222,14 @@ def test_mixed_line_ends(content: bytes, text: str, skip_bad: bool, tmp_path: Pa
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'ratings.dat'} {text}") + ".*; .*`tr "):
         prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
     assert not (tmp_path / "dst").exists()
-    corrected = content.replace(b"\r", b"\n")  # what the error says
+    corrected = content.replace(b"\r", b"\n")  # as the error advises
     (tmp_path / "ratings.dat").write_bytes(corrected)
     manifest = prepare("movielens", tmp_path, tmp_path / "dst", skip_bad=skip_bad)
     assert (manifest.counts["events"], manifest.counts["bad_lines"]) == (content.count(b"::") // 3, 0)
 
 
 def test_a_carriage_return_within_a_field(tmp_path: Path) -> None:
-    """To the engine the line ends there: two bad ones."""
+    """For the engine the line ends there, so two lines are bad."""
     (tmp_path / "ratings.dat").write_bytes(LINES + b"1::2::\r3::4\n" + LINES)
     with pytest.raises(ValueError, match="line 10: has a carriage return"):
         prepare("movielens", tmp_path, tmp_path / "dst")

@@ -1,4 +1,4 @@
-"""Generated files: the published formats, the same bytes for the same seed, unsorted, skewed.
+"""Generated files have the published formats, are unsorted and skewed, and the same for the same seed.
 
 Fails if a block is drawn from its own number instead of the numbers of its rows.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nestpipe.datasets import text_writer
 from nestpipe.datasets.generate import generate
 from nestpipe.datasets.kuairand import COLUMNS, standard_logs
 
@@ -34,12 +33,12 @@ def bytes_of(files: list[Path]) -> list[bytes]:
 def test_bytes_follow_from_the_seed(
     data_format: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not from the size of the blocks."""
-    make = {seed: generate(data_format, tmp_path / f"{seed}", 700, seed=seed, variant=variant) for seed in (1, 2)}
-    monkeypatch.setattr(text_writer, "ROWS_A_BLOCK", 37)
+    """They do not depend on the size of the blocks."""
+    files = {seed: generate(data_format, tmp_path / f"{seed}", 700, seed=seed, variant=variant) for seed in (1, 2)}
+    monkeypatch.setattr("nestpipe.datasets.generate.ROWS_A_BLOCK", 37)
     again = generate(data_format, tmp_path / "again", 700, seed=1, variant=variant)
-    assert bytes_of(again) == bytes_of(make[1])
-    assert bytes_of(make[2]) != bytes_of(make[1])
+    assert bytes_of(again) == bytes_of(files[1])
+    assert bytes_of(files[2]) != bytes_of(files[1])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_bytes_follow_from_the_seed(
     ],
 )
 def test_golden_bytes(data_format: str, variant: str, digest: str, tmp_path: Path) -> None:
-    """Benchmarks of different days compare the same data."""
+    """Benchmarks that run on different days must use the same data."""
     content = b"".join(bytes_of(generate(data_format, tmp_path, 300, variant=variant)))
     assert hashlib.sha256(content).hexdigest()[:16] == digest
 
@@ -104,7 +103,7 @@ def test_criteo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data_format", "num_rows", "variant", "text"),
     [
-        ("news", 1, None, "there is no format 'news'; formats are kuairand, movielens, criteo"),
+        ("news", 1, None, "there is no format 'news'; formats are criteo, kuairand, movielens"),
         ("criteo", 1, "27k", "criteo has no variant '27k'; variants are kaggle, terabyte"),
         ("criteo", 0, None, "must be at least 1"),
         ("criteo", 23, "terabyte", "give every day one at least"),

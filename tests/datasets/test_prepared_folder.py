@@ -1,6 +1,6 @@
-"""The prepared folder: killed and started over, replaced, refused; nothing is left behind.
+"""The prepared folder: runs that are killed and started over, replacements, refusals; nothing is left behind.
 
-Fails if the manifest is moved before the files are (a killed run would leave a finished folder that is not), or if
+Fails if the manifest is moved before the files (a killed run would leave a folder that only looks finished), or if
 `_undo_moves` does nothing.
 """
 
@@ -82,7 +82,7 @@ def test_killed_at_any_moment_and_started_over(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_with_other_input_leaves_nothing(tmp_path: Path) -> None:
-    """Files that the killed run had moved already, and which this one does not make."""
+    """The killed run had moved files that this one does not make."""
     target = tmp_path / "dst"
     (target / UNFINISHED / "spill").mkdir(parents=True)
     (target / UNFINISHED / "replaced").mkdir()
@@ -97,7 +97,7 @@ def test_a_killed_run_with_other_input_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_replaces_is_killed_at_any_moment(tmp_path: Path) -> None:
-    """The next one puts back what was there, which is then refused or replaced as ever."""
+    """The next run puts the older files back, and then refuses or replaces them."""
     source = tmp_path / "src"
     generate("movielens", source, 500, seed=1)
     before = prepare("movielens", source, tmp_path / "moving")
@@ -143,7 +143,7 @@ def test_a_failed_replacement_leaves_what_was_there(tmp_path: Path, monkeypatch:
 
 
 def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
-    """Fails if any folder with an entry `unfinished`, or with some `manifest.json`, counts as made here."""
+    """Fails if any folder with an entry `unfinished`, or with any `manifest.json`, counts as a prepared one."""
     source = small(tmp_path)
     for number, manifest in enumerate((None, '{"name": "my page"}', '{"format": "nestpipe-data", "files": []}')):
         target = tmp_path / f"mine{number}"
@@ -158,7 +158,7 @@ def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
         assert sorted(target.rglob("*")) == before
 
 
-def test_files_of_others_beside_ours_stay(tmp_path: Path) -> None:
+def test_files_of_others_next_to_ours_stay(tmp_path: Path) -> None:
     source, target = small(tmp_path), tmp_path / "dst"
     prepare("movielens", source, target)
     (target / UNFINISHED).mkdir()
@@ -174,7 +174,7 @@ def test_files_of_others_beside_ours_stay(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_removed_while_another_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B has opened the lock file when A ends and removes it. Fails if it is not looked at again once it is locked."""
+    """B has opened the lock file when A ends and removes it. Fails if B does not check it again after locking it."""
     source, target = small(tmp_path), tmp_path / "dst"
     real, prepared = fcntl.flock, []
 
@@ -279,10 +279,10 @@ def test_manifests_differ_if_anything_does() -> None:
 
 
 def test_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
-    """In any page, of keys or of the original numbers. Fails if `write_page_checksum` is off in parquet_out.py."""
+    """It may be in any page of any column. Fails if `write_page_checksum` is off in parquet_out.py."""
     manifest = prepare("movielens", small(tmp_path), tmp_path / "dst")
-    for made in manifest.files:
-        path = tmp_path / "dst" / made.name
+    for prepared_file in manifest.files:
+        path = tmp_path / "dst" / prepared_file.name
         whole = path.read_bytes()
         group = pq.read_metadata(path).row_group(0)
         for column in (group.column(number) for number in range(group.num_columns)):
@@ -290,6 +290,6 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
             for place in (*range(column.data_page_offset - 20, column.data_page_offset), *range(end - 8, end)):
                 path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
                 file, schema = open_file(path)
-                with pytest.raises(ValueError, match=rf"{made.name}, row group 0: cannot be read: .*CRC"):
+                with pytest.raises(ValueError, match=rf"{prepared_file.name}, row group 0: cannot be read: .*CRC"):
                     read_group(file, 0, schema.names)
         path.write_bytes(whole)

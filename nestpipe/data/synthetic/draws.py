@@ -51,6 +51,12 @@ def normal(words: Words) -> Floats:
     return result
 
 
+def uniform(words: Words) -> Floats:
+    """Returns numbers in [0, 1) of 53 bits."""
+    result: Floats = (words >> 11).astype(np.float64) * 2.0**-53
+    return result
+
+
 def _mix(x: Words) -> Words:
     """In place."""
     x ^= x >> 30

@@ -1,7 +1,7 @@
-"""Criteo: what prepare makes is what the plain preparation makes, in the order of the lines, cut into splits.
+"""Criteo: prepare makes the same rows as the plain preparation, in the order of the lines, cut into splits.
 
-Fails if greatest() is left out in clicks.py, if keys are read as INTEGER, or if the engine's `preserve_insertion_order`
-is off.
+Fails if greatest() is left out in clicks.py, if keys are read as INTEGER, or if the engine does not
+`preserve_insertion_order`.
 """
 
 import gzip
@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.data.files.manifest import read_manifest
-from nestpipe.datasets import click_files, engine, parquet_out
+from nestpipe.datasets import engine
 from nestpipe.datasets.generate import generate
 from nestpipe.datasets.prepare import prepare
+from nestpipe.datasets.samples import clicks, parquet_out
 from tests.datasets.plain import lines_of, plain_click, read_clicks
 
 SPLITS = ("train", "validation", "test")
@@ -52,7 +53,7 @@ def test_generated_terabyte_with_packed_days(tmp_path: Path) -> None:
 
 
 def test_hand_written_clicks(tmp_path: Path) -> None:
-    """Missing, negative and large numbers, keys at both ends, capital digits: exactly this comes out."""
+    """Missing, negative and large numbers, the smallest and the largest key, capital digits."""
     first = line(
         1, ("", "-2", "0", "1", "9223372036854775807", *("",) * 8), ("00000000", "ffffffff", "DEADbeef", *("",) * 23)
     )
@@ -69,37 +70,37 @@ def test_hand_written_clicks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_rows", [140, 70, 63, 14])
 def test_files_and_row_groups_have_fixed_sizes(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the splits are cut: within a file, within a row group, between two files."""
-    monkeypatch.setattr(click_files, "ROWS_A_GROUP", 10)
-    monkeypatch.setattr(click_files, "ROWS_A_FILE", 20)
+    """The splits are cut within a file, within a row group, and between two files."""
+    monkeypatch.setattr(clicks, "ROWS_A_GROUP", 10)
+    monkeypatch.setattr(clicks, "ROWS_A_FILE", 20)
     files = generate("criteo", tmp_path / "src", num_rows)
     manifest = prepare("criteo", tmp_path / "src", tmp_path / "dst")
     rows = [row for split in SPLITS for row in read_clicks(tmp_path / "dst", manifest, split)]
     assert rows == [plain_click(text) for text in lines_of(files)]
-    for made in manifest.files:
-        metadata = pq.read_metadata(tmp_path / "dst" / made.name)
+    for file in manifest.files:
+        metadata = pq.read_metadata(tmp_path / "dst" / file.name)
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         assert all(size == 10 for size in groups[:-1])
-        assert sum(groups) == made.num_rows <= 20
+        assert sum(groups) == file.num_rows <= 20
     assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == sorted(
-        ["manifest.json", *(made.name for made in manifest.files)]
+        ["manifest.json", *(file.name for file in manifest.files)]
     )
 
 
 def test_order_of_lines_is_kept_by_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of several of the engine's blocks, read by more threads than it has."""
+    """The file has several of the engine's blocks, and fewer of them than there are threads."""
     numbers = range(90_000)
     padding = ("12345678",) * 25
     text = "".join(line(0, keys=(f"{number:08x}", *padding)) + "\n" for number in numbers)
     (tmp_path / "train.txt").write_text(text)
     monkeypatch.setattr(engine, "num_threads", lambda: 5)
     manifest = prepare("criteo", tmp_path, tmp_path / "dst")
-    tables = [pq.read_table(tmp_path / "dst" / made.name, columns=["key_0"]) for made in manifest.files]
+    tables = [pq.read_table(tmp_path / "dst" / file.name, columns=["key_0"]) for file in manifest.files]
     assert pa.concat_tables(tables)["key_0"].to_pylist() == list(numbers)
 
 
 def test_bytes_depend_on_the_input_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on threads."""
+    """They do not depend on the number of threads or the size of the engine's batches."""
     generate("criteo", tmp_path / "src", 9_000)
     first = prepare("criteo", tmp_path / "src", tmp_path / "dst")
     for threads, rows in ((1, 2048), (4, 3000)):
@@ -109,13 +110,13 @@ def test_bytes_depend_on_the_input_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_bytes_do_not_depend_on_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if write_group does not put the pieces of a group together: a page would end with a piece."""
+    """Fails if write_group does not combine the chunks of a group: a page would end with a chunk."""
     monkeypatch.setattr(parquet_out, "PAGE_BYTES", 4096)
     schema = pa.schema([pa.field("key", pa.int64())])
     whole = pa.table({"key": [number * number for number in range(9_000)]}, schema=schema)
     for name, size in (("one", 9_000), ("other", 777)):
         (tmp_path / name).mkdir()
-        with click_files.ClickFiles(tmp_path / name, "train", schema) as files:
+        with clicks.ClickFiles(tmp_path / name, "train", schema) as files:
             for batch in whole.to_batches(max_chunksize=size):
                 files.write(batch)
     one, other = ((tmp_path / name / "train-00000.parquet").read_bytes() for name in ("one", "other"))

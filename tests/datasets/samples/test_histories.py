@@ -1,6 +1,6 @@
-"""KuaiRand and MovieLens: what prepare makes is what the plain preparation makes.
+"""KuaiRand and MovieLens: prepare makes the same histories as the plain preparation.
 
-Fails if `events.rowid` is left out of the ORDER BY in histories.py, if `_filter` goes round only once, or if
+Fails if `events.rowid` is left out of the ORDER BY in histories.py, if `_filter` makes one pass only, or if
 `least_per_item` is compared with `<=`.
 """
 
@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestpipe.data.files.manifest import Manifest, read_manifest
-from nestpipe.datasets import engine, history_files, kuairand
+from nestpipe.datasets import engine, kuairand
 from nestpipe.datasets.generate import generate
 from nestpipe.datasets.prepare import prepare
+from nestpipe.datasets.samples import histories as history_files
 from tests.datasets.plain import Event, Histories, lines_of, plain_histories, read_histories
 
 
@@ -39,7 +40,7 @@ def prepared(data_format: str, source: Path, target: Path) -> tuple[Manifest, Hi
 
 
 def write_log(folder: Path, events: list[Event], variant: str = "pure") -> Path:
-    """Events in two logs, with only the columns that are read, and one more."""
+    """Writes two logs that have the columns that are read, and one more."""
     folder.mkdir(parents=True)
     for number, name in enumerate(kuairand.standard_logs(variant)):
         half = events[number * len(events) // 2 : (number + 1) * len(events) // 2]
@@ -85,7 +86,7 @@ def test_generated_movielens(variant: str, packed: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", range(6))
 def test_filter_goes_on_until_stable(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few users and items, small limits: chains in which one that is left out makes another one rare; many ties."""
+    """With few users and items and small limits, leaving out one often makes another one rare; many events tie."""
     monkeypatch.setattr(kuairand, "LEAST_PER_VIDEO", 3)
     monkeypatch.setattr(kuairand, "LEAST_PER_USER", 3)
     draw = random.Random(seed)
@@ -96,7 +97,7 @@ def test_filter_goes_on_until_stable(seed: int, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_chain_is_left_out_link_by_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """User k has items k and k + 1, item 0 is rare: everybody is left out, one after another, but the last two."""
+    """User k has items k and k + 1, and item 0 is rare: all are left out, one after another, except the last two."""
     monkeypatch.setattr(kuairand, "LEAST_PER_VIDEO", 2)
     monkeypatch.setattr(kuairand, "LEAST_PER_USER", 2)
     chain = [Event(k, item, 1) for k in range(12) for item in (k, k + 1)]
@@ -106,7 +107,7 @@ def test_a_chain_is_left_out_link_by_link(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_hand_written_ratings(tmp_path: Path) -> None:
-    """Unsorted, ties, large numbers, CRLF, a blank line, no end of line: exactly this comes out."""
+    """Unsorted lines, ties, large numbers, CRLF, a blank line, and no end of the last line."""
     source = tmp_path / "sr[c]*'s"
     source.mkdir()
     lines = [
@@ -145,8 +146,8 @@ def test_row_groups_are_bounded_and_full(tmp_path: Path, monkeypatch: pytest.Mon
     manifest, histories = prepared("movielens", tmp_path / "src", tmp_path / "dst")
     assert histories == plain_histories(movielens_events(file), 1, 1, 1)
     groups = []
-    for made in manifest.files[:-2]:
-        parquet = pq.ParquetFile(tmp_path / "dst" / made.name)
+    for users_file in manifest.files[:-2]:
+        parquet = pq.ParquetFile(tmp_path / "dst" / users_file.name)
         assert parquet.num_row_groups <= 2
         groups += [parquet.read_row_group(number)["item"].to_pylist() for number in range(parquet.num_row_groups)]
     lengths = [[len(history) for history in group] for group in groups]
@@ -157,7 +158,7 @@ def test_row_groups_are_bounded_and_full(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_bytes_depend_on_the_input_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on threads, batches, or where the folders are."""
+    """They do not depend on threads, batches, or where the folders are."""
     generate("kuairand", tmp_path / "src", 30_000)
     first = prepare("kuairand", tmp_path / "src", tmp_path / "one")
     shutil.move(tmp_path / "src" / "KuaiRand-27K" / "data", tmp_path / "moved")

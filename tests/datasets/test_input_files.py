@@ -1,4 +1,4 @@
-"""Input that is damaged, empty, or changes while it is read: an error that names the file, with --skip-bad too."""
+"""Input that is damaged, empty, or changes while it is read is an error that names the file, with --skip-bad too."""
 
 import gzip
 import os
@@ -12,7 +12,7 @@ import pytest
 from nestpipe.datasets.criteo import DAYS
 from nestpipe.datasets.kuairand import standard_logs
 from nestpipe.datasets.prepare import prepare
-from tests.datasets.test_clicks import line
+from tests.datasets.samples.test_clicks import line
 
 RATINGS = b"".join(b"%d::%d::5::%d\n" % (n * n % 97, n * 7 % 13, n) for n in range(3000))
 PACKED = gzip.compress(RATINGS, mtime=0)
@@ -40,7 +40,7 @@ DAMAGED = {
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("what", DAMAGED)
 def test_a_gzip_file_whose_sum_or_size_is_wrong(what: str, skip_bad: bool, tmp_path: Path) -> None:
-    """The lines are all good. Fails if `gzip_problem` gives None."""
+    """All lines are good. Fails if `gzip_problem` returns None."""
     file = tmp_path / "ratings.dat.gz"
     file.write_bytes(DAMAGED[what])
     text = rf"{file}: the gzip file is damaged: .*incorrect (data|length) check; get the file again"
@@ -62,7 +62,7 @@ def test_damaged_clicks_and_logs(tmp_path: Path) -> None:
 
 
 def test_a_gzip_file_of_parts_and_of_many_equal_bytes(tmp_path: Path) -> None:
-    """More comes out than fits into one block."""
+    """The unpacked bytes do not fit into one block."""
     many = b"1::2::" + b"5" * 1_900_000 + b"::4\n"
     (tmp_path / "ratings.dat.gz").write_bytes(
         PACKED + gzip.compress(many * 3, mtime=0) + gzip.compress(b"", mtime=0) + PACKED
@@ -74,7 +74,7 @@ ONLY_A_HEADER = {"kuairand": LOG_HEADER, "movielens": b"userId,movieId,rating,ti
 
 
 def files_of(data_format: str, one: bytes) -> dict[str, bytes]:
-    """One of them has these bytes."""
+    """Returns the files of a format, one of which has these bytes."""
     if data_format == "kuairand":
         return dict(zip(standard_logs("pure"), (one, LOG_HEADER + b"1,2,3\n" * 400), strict=True))
     if data_format == "movielens":
@@ -97,7 +97,7 @@ def files_of(data_format: str, one: bytes) -> dict[str, bytes]:
     ids=range(7),
 )
 def test_files_without_lines(data_format: str, one: bytes, skip_bad: bool, tmp_path: Path) -> None:
-    """Fails if it is enough that some file has lines."""
+    """Fails if it is enough that one of several files has lines."""
     for name, content in files_of(data_format, one).items():
         path = tmp_path / (f"{name}.gz" if content[:2] == b"\x1f\x8b" else name)
         path.write_bytes(content)
@@ -113,7 +113,7 @@ def cut(file: Path) -> None:
 
 
 def replace(file: Path) -> None:
-    """Same size and time."""
+    """Replaces a file by a copy with the same size and time."""
     shutil.copy2(file, file.with_name("other"))
     file.with_name("other").replace(file)
 
