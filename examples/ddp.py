@@ -31,7 +31,7 @@ def in_parallel(model: nn.Module, world: nestpipe.World) -> nn.Module:
     return parallel
 
 
-def train_step(model: nn.Module, step: nestpipe.Step, optimizer: torch.optim.Optimizer) -> float:
+def train_step(model: nn.Module, step: nestpipe.pipelining.Step, optimizer: torch.optim.Optimizer) -> float:
     """Returns the loss of the global batch."""
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in step:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import nestpipe
 
-item = nestpipe.Table("item", dim=16, optimizer=nestpipe.rows.Adagrad(lr=0.2))
-user = nestpipe.Table("user", dim=16, optimizer=nestpipe.rows.SGD(lr=0.5), init=nestpipe.init.Uniform(-0.1, 0.1))
+item = nestpipe.Table("item", dim=16, optimizer=nestpipe.optim.Adagrad(lr=0.2))
+user = nestpipe.Table("user", dim=16, optimizer=nestpipe.optim.SGD(lr=0.5), init=nestpipe.init.Uniform(-0.1, 0.1))
 features = {"history": nestpipe.Sequence(item), "user": nestpipe.Pooled(user)}
 
 
@@ -21,7 +21,7 @@ class Ranker(nn.Module):
         self.hidden = nn.Linear(32, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, embeddings: nestpipe.Embeddings, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, embeddings: nestpipe.embedding.Embeddings, inputs: dict[str, Tensor]) -> Tensor:
         history = embeddings["history"].padded(8).mean(1)
         logit = self.out(torch.relu(self.hidden(torch.cat([history, embeddings["user"]], dim=1)))).squeeze(1)
         return F.binary_cross_entropy_with_logits(logit, inputs["likes"], reduction="sum")  # a sum, never a mean

@@ -13,7 +13,7 @@ DATA = ClickData(seed=1, scale=0.001)
 
 
 def features() -> dict[str, nestpipe.Pooled]:
-    optimizer = nestpipe.rows.Adagrad(lr=0.1)
+    optimizer = nestpipe.optim.Adagrad(lr=0.1)
     return {name: nestpipe.Pooled(nestpipe.Table(name, DIM, optimizer=optimizer)) for name in DATA.feature_names}
 
 

@@ -29,4 +29,5 @@ def _torch_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # switching it imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(False)

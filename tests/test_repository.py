@@ -26,7 +26,8 @@ ALLOWED = {
     "train": {"pipelining", "embedding", "store", "device", "data", "distributed"},
     "evaluation": {"train", "embedding", "store", "data", "distributed"},
     "recipe": {
-        *("evaluation", "train", "models", "pipelining", "embedding", "store", "device", "data", "distributed"),
+        *("evaluation", "train", "models", "pipelining", "embedding", "store", "device", "datasets", "data"),
+        "distributed",
     },
     "cli": {"bench", "recipe", "train", "pipelining", "datasets", "data", "distributed", "store"},
     "bench": {

@@ -22,8 +22,8 @@ from nestpipe.distributed import World
 from nestpipe.evaluation.evaluate import evaluate
 from nestpipe.evaluation.ranking_metrics import RankMetrics, hit_rate, mrr, ndcg
 from nestpipe.recipe.build import Run, build
-from nestpipe.recipe.build_data import HELD_OUT, build_histories
-from nestpipe.recipe.config import SEQUENCE_MODELS, Config
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.sources.synthetic import HELD_OUT, SyntheticHistories
 from nestpipe.recipe.text import load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -34,7 +34,7 @@ QUICK = ("train.steps=12", "evaluate.num_samples=200", "evaluate.batch_size=100"
 
 
 def records(quick: bool) -> Iterator[Record]:
-    for model in SEQUENCE_MODELS:
+    for model in ("hstu", "fuxi"):
         config = load_config(RECIPES / f"{model}-histories.toml", QUICK if quick else ()).resolved(1, CORES)
         yield learn(config)
 
@@ -85,7 +85,7 @@ def _train(config: Config, this_run: Run) -> tuple[float, float]:
 
 def _others(config: Config) -> dict[str, float]:
     """What the oracle and counting reach on the same held-out users."""
-    data = build_histories(config, None)
+    data = SyntheticHistories(config).histories(None)
     popularity, bigram = count(data, data.shape.num_items, 0, config.train.steps * config.train.batch_size)
     guesses: dict[str, Guess] = {"oracle": HistoryOracle(data), "bigram": bigram, "popularity": popularity}
     ranks = _ranks(guesses, data, config.evaluate.num_samples)

@@ -8,6 +8,7 @@ from nestpipe import __version__
 from nestpipe.cli.bench import app as bench_app
 from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
+from nestpipe.cli.list import list_entries
 from nestpipe.cli.train import train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(evaluate)
+app.command(name="list")(list_entries)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 

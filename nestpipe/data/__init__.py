@@ -1,7 +1,8 @@
-"""From samples to batches to micro-batches."""
+"""Batches, and the data that they come from."""
 
 from nestpipe.data.batch import Batch, Jagged, Weight
+from nestpipe.data.dataset import Batches
 from nestpipe.data.files.parquet import ParquetData
 from nestpipe.data.files.schema import Schema
 
-__all__ = ["Batch", "Jagged", "ParquetData", "Schema", "Weight"]
+__all__ = ["Batch", "Batches", "Jagged", "ParquetData", "Schema", "Weight"]

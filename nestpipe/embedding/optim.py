@@ -1,7 +1,7 @@
-"""Row optimizers: how the rows of a batch change, once, at its end; the public `nestpipe.rows`.
+"""Row optimizers update the rows of a batch once, at its end; the public `nestpipe.optim`.
 
-One of your own: state_width, initial_state if it is not zero, and update, in which every row is treated alike and
-alone. The gradient is that of the whole global batch.
+To write your own, derive from RowOptimizer and define state_width, initial_state if it is not zero, and update. update
+must treat every row alike and independently of the others. The gradient is that of the whole global batch.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.rows import updates
+from nestpipe.registry import optimizers
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native.library import NativeRowUpdate, call, pointer
 
@@ -19,51 +20,55 @@ LearningRate = float | Callable[[int], float]
 
 
 class RowOptimizer:
-    """The base: a learning rate and lazy weight decay, which touches the rows of the batch only."""
+    """Base class: a learning rate, and lazy weight decay, which changes the rows of the batch only."""
 
     def __init__(self, lr: LearningRate, weight_decay: float = 0.0) -> None:
         self.lr = lr
         self.weight_decay = weight_decay
 
     def state_width(self, dim: int) -> int:
-        """Columns of row state."""
+        """Returns the number of columns of a row's state."""
         return 0
 
     def initial_state(self, dim: int) -> tuple[float, ...]:
         return (0.0,) * self.state_width(dim)
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        """Changes rows [n, dim] and state [n, state_width(dim)] in place. `step` counts from 1."""
+        """Updates rows [n, dim] and state [n, state_width(dim)] in place. `step` counts from 1."""
         raise NotImplementedError(f"{type(self).__name__} must define update")
 
     def update_on_device(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
     ) -> None:
-        """The same where rows are in device memory; nothing changes where `is_masked`, one bool there, is true."""
+        """Does the same in device memory, unless `is_masked`, one bool there, is true."""
         before = rows.clone(), state.clone()
         self.update(rows, state, gradient, step, lr)
         for array, old in zip((rows, state), before, strict=True):
             array.copy_(torch.where(is_masked, old, array))
 
     def apply(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, is_masked: Tensor | None = None) -> None:
-        """`is_masked`, of rows in device memory: whether the step does not count, which only the device knows."""
+        """Updates rows and state. For rows in device memory `is_masked` says that the step does not count; only the
+        device knows it."""
         if self.weight_decay != 0.0:
             gradient = gradient + self.weight_decay * rows
         lr = self.lr(step) if callable(self.lr) else self.lr
         if is_masked is None:
             self.update(rows, state, gradient, step, lr)
-        elif self._has_update_of_its_own():
+        elif self._overrides_update():
             RowOptimizer.update_on_device(self, rows, state, gradient, step, lr, is_masked)
         else:
             self.update_on_device(rows, state, gradient, step, lr, is_masked)
 
-    def _has_update_of_its_own(self) -> bool:
-        """A class derived from one of ours may say how rows change, and not say it again for a device."""
-        says = next(vars(kind) for kind in type(self).__mro__ if {"update", "update_on_device"} & vars(kind).keys())
-        return "update_on_device" not in says
+    def _overrides_update(self) -> bool:
+        """Returns whether a derived class has its own update, but no update_on_device to match."""
+        methods = next(vars(kind) for kind in type(self).__mro__ if {"update", "update_on_device"} & vars(kind).keys())
+        return "update_on_device" not in methods
 
 
+@optimizers.register("sgd")
 class SGD(RowOptimizer):
+    """Stochastic gradient descent: row -= lr * g."""
+
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         rows.sub_(gradient, alpha=lr)
 
@@ -73,10 +78,11 @@ class SGD(RowOptimizer):
         updates.sgd(rows, state, gradient, lr, is_masked)
 
 
+@optimizers.register("adagrad")
 class Adagrad(RowOptimizer):
-    """A sum of squared gradients for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
+    """Adagrad with a sum for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
 
-    With eps = 0 an element whose state is zero after a step does not change in it: such steps have no gradient.
+    With eps = 0 an element whose state is zero does not change: its gradient has always been zero.
     """
 
     def __init__(
@@ -101,8 +107,9 @@ class Adagrad(RowOptimizer):
         updates.adagrad(rows, state, gradient, lr, self.eps, is_masked)
 
 
-class RowwiseAdagrad(Adagrad):
-    """A sum of mean squared gradients for each row: one column of state, whatever the dimension."""
+@optimizers.register("rowwise_adagrad")
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one sum for each row: state += mean(g^2), row -= lr * g / (sqrt(state) + eps)."""
 
     def state_width(self, dim: int) -> int:
         return 1
@@ -118,8 +125,9 @@ class RowwiseAdagrad(Adagrad):
         updates.rowwise_adagrad(rows, state, gradient, lr, self.eps, is_masked)
 
 
+@optimizers.register("adam")
 class Adam(RowOptimizer):
-    """Lazy Adam: moments of the rows of the batch only; the bias correction counts all steps."""
+    """Lazy Adam: updates the moments of the batch's rows only; the bias correction counts all steps."""
 
     def __init__(
         self,
@@ -149,7 +157,7 @@ class Adam(RowOptimizer):
 
 
 def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:
-    """By the native library. Rows and states have gaps between them, which several passes by torch suffer from."""
+    """Updates rows by the native library. Their records have gaps, which make several passes by torch slow."""
     for array in (rows, state):
         if array.dtype != gradient.dtype or array.stride(1) != 1 or not array.is_cpu:
             raise ValueError("rows, state and gradient must be of one dtype, in host memory, row after row")
@@ -169,9 +177,10 @@ def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *cons
 def group_key(optimizer: RowOptimizer) -> Hashable:
     """Returns a key that is equal for optimizers which update rows alike.
 
-    Ours are compared by class and hyperparameters, a learning rate schedule by identity; a user's own by identity.
+    Registered ones are compared by class and hyperparameters, a learning rate schedule by identity; a user's own, which
+    may hold anything, by identity.
     """
-    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad, Adam):
+    if not optimizers.holds(type(optimizer)):
         return id(optimizer)
     return type(optimizer), *((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
 
@@ -183,7 +192,7 @@ def _comparable(value: object) -> Hashable:
 
 
 def check_row_optimizer(optimizer: RowOptimizer, dim: int) -> None:
-    """Refuses an optimizer whose state does not fit itself, before the first step."""
+    """Refuses, before the first step, an optimizer whose initial state does not have its state width."""
     width = optimizer.state_width(dim)
     if len(optimizer.initial_state(dim)) != width:
         raise ValueError(

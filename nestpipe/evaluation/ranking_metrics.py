@@ -10,6 +10,7 @@ from torch import Tensor
 from nestpipe.data.batch import Jagged
 from nestpipe.distributed import Channel
 from nestpipe.evaluation.ranking import Queries, rank_targets
+from nestpipe.registry import metrics
 
 if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
@@ -35,11 +36,12 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
+@metrics.register("ranking")
 class RankMetrics:
-    """A metric for `evaluate`: ranks each sample's target among the corpus, by the vector the model's `encode` gives.
+    """Hit rate, NDCG and MRR of each sample's target among all items, by the vector that the model's `encode` returns.
 
-    The corpus: keys of the table, or n for 0 .. n - 1. Results: hr_at_10, ndcg_at_10, ... for each of `at`, mrr,
-    num_items, num_untrained_items.
+    corpus: keys of the table, or n for the keys 0 .. n - 1. Results: hr_at_10, ndcg_at_10, ... for each number in `at`,
+    mrr, num_items, num_untrained_items.
     """
 
     method = "encode"
@@ -78,10 +80,10 @@ class RankMetrics:
         ranked = rank_targets(queries, self._corpus, self._table, self._trainer.store, channel, self._normalise)
         parts = channel.all_gather_bytes(ranked.ranks.view(torch.uint8))
         ranks = torch.cat([part.clone().view(torch.int64) for part in parts])
-        metrics = {f"hr_at_{at}": hit_rate(ranks, at) for at in self._at}
-        metrics |= {f"ndcg_at_{at}": ndcg(ranks, at) for at in self._at}
-        metrics["mrr"] = mrr(ranks)
-        return metrics | {"num_items": ranked.num_items, "num_untrained_items": ranked.num_untrained_items}
+        computed = {f"hr_at_{at}": hit_rate(ranks, at) for at in self._at}
+        computed |= {f"ndcg_at_{at}": ndcg(ranks, at) for at in self._at}
+        computed["mrr"] = mrr(ranks)
+        return computed | {"num_items": ranked.num_items, "num_untrained_items": ranked.num_untrained_items}
 
 
 def _joined(parts: list[Queries], dim: int) -> Queries:

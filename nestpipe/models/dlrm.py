@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestpipe.registry import models
+
 INTERACTIONS = ("dot", "cross")
 
 
+@models.register("dlrm")
 class DLRM(nn.Module):
     """Bottom layers num_dense -> *bottom -> dim; interaction; top layers -> *top -> 1; ReLU between layers.
 
@@ -20,6 +23,7 @@ class DLRM(nn.Module):
     feature_names, as Pooled features give them. The initial parameters depend on the seed alone.
     """
 
+    learns_from = "clicks"
     pairs: Tensor
 
     def __init__(

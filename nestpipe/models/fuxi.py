@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from nestpipe.models.sequence import NextItemModel, linear, normal
 from nestpipe.ops.attention import check_form, fuxi_attention, tile_size
 from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
+from nestpipe.registry import models
 
 EPS = 1e-6
 STD = 0.02
 
 
+@models.register("fuxi")
 class FuXi(NextItemModel):
     """The defaults are those published for MovieLens-1M. The initial parameters depend on the seed alone."""
 

@@ -10,10 +10,12 @@ from nestpipe.models.sequence import NextItemModel, linear, normal
 from nestpipe.ops.attention import check_form, tile_size
 from nestpipe.ops.hstu import HSTUWeights, hstu_layer
 from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
+from nestpipe.registry import models
 
 STD = 0.02
 
 
+@models.register("hstu")
 class HSTU(NextItemModel):
     """The defaults are those published for MovieLens-1M. The initial parameters depend on the seed alone."""
 

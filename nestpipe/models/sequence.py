@@ -27,6 +27,8 @@ EXTRA_POSITIONS = 11
 class NextItemModel(nn.Module):
     """Input layer, then layers that take and give ([num_tokens, dim], Sequences), then the loss."""
 
+    learns_from = "histories"
+
     def __init__(
         self,
         dim: int,

@@ -1,43 +1,59 @@
-"""From a recipe to a Trainer and its data. Nothing further in reads the config."""
+"""Builds the Trainer and the data that a recipe describes. Nothing further in reads the config."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import nn
 
 from nestpipe.data.dataset import Batches
+from nestpipe.datasets.published import Published
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import Clustering
-from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.table import Feature, Table
-from nestpipe.models import DLRM, HSTU, FuXi
-from nestpipe.recipe.build_data import check_data, features_of, held_out, num_dense, table_sections, training_data
-from nestpipe.recipe.config import Config, DenseOptimizerSection, RowOptimizerSection, TableSection
-from nestpipe.recipe.value import ConfigError
+from nestpipe.evaluation.evaluate import Metric
+from nestpipe.recipe.config import Config, DenseOptimizerSection, TableSection
+from nestpipe.recipe.source import Source
+from nestpipe.recipe.sources.files import prepared_source
+from nestpipe.recipe.value import ConfigError, suggestion
+from nestpipe.registry import Registry, datasets, metrics, models, optimizers
 from nestpipe.store import init
 from nestpipe.train.trainer import Trainer
+
+Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
+    """A trainer and its data, on this rank."""
+
     trainer: Trainer
+    source: Source
     batches: Batches
-    """of this rank, at the position the trainer has reached"""
+    """to train on, at the position that the trainer has reached"""
     held_out: Batches | None
-    """of this rank, for the evaluation at the end; None: the data has nothing to evaluate on"""
+    """to evaluate on; None if the data has nothing held out"""
 
 
 def build(config: Config, world: World) -> Run:
-    """A trainer as the recipe says, on this rank of the world. The config must be resolved."""
-    assert config.store.num_threads is not None
+    """Builds a run on this rank of the world. The config must be resolved."""
     with world.watch.busy():  # files may take long to open
-        check_data(config)
-        dataset = training_data(config)
-        of_evaluation = held_out(config, world)
-    features = build_features(config)
-    trainer = Trainer(
-        build_model(config, features).to(world.device),
+        source = build_source(config)
+        dataset = source.training()
+        held_out = _held_out(source, world)
+    trainer = build_trainer(config, source, world)
+    return Run(trainer, source, Batches(dataset, config.train.batch_size, world.rank, world.size), held_out)
+
+
+def build_trainer(config: Config, source: Source, world: World) -> Trainer:
+    assert config.store.num_threads is not None
+    features = build_features(config, source)
+    return Trainer(
+        build_model(config, source, features).to(world.device),
         features,
         dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters),
         world=world,
@@ -56,28 +72,109 @@ def build(config: Config, world: World) -> Run:
         autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compiled=config.train.compiled,
     )
-    batches = Batches(dataset, config.train.batch_size, world.rank, world.size)
-    return Run(trainer, batches, of_evaluation)
 
 
-def build_model(config: Config, features: Mapping[str, Feature]) -> nn.Module:
-    model, seed = config.model, config.train.seed
-    if model.kind == "dlrm":
-        layers = (model.dim, model.bottom, model.top, model.interaction)
-        return DLRM(num_dense(config), tuple(features), *layers, seed, model.cross_layers, model.cross_rank)
-    sizes = (model.dim, model.max_length, model.num_layers, model.num_heads, model.dim_qk, model.dim_v, model.dropout)
-    loss = (model.negatives_per, model.temperature)
-    if model.kind == "hstu":
-        return HSTU(*sizes, *loss, seed=seed)
-    return FuXi(*sizes, model.ffn_multiply, *loss, seed=seed)
+def build_source(config: Config) -> Source:
+    """Builds the data, and checks that the model can learn from it."""
+    kind, model = config.data.kind, config.model.kind
+    value = datasets.find(kind).value
+    learns_from = getattr(models.find(model).value, "learns_from", None)
+    samples = getattr(value, "samples", None)
+    if None not in (learns_from, samples) and learns_from != samples:
+        raise ConfigError(
+            f"model.kind = {model!r} cannot learn from data.kind = {kind!r}; take data.kind = "
+            f"{_names(datasets, 'samples', learns_from)[0]!r}, or as model.kind "
+            f"{' or '.join(_names(models, 'learns_from', samples))}"
+        )
+    if isinstance(value, Published):
+        return prepared_source(config, value)
+    source: Source = value(config)
+    return source
 
 
-def build_features(config: Config) -> dict[str, Feature]:
-    tables = {name: build_table(config, section) for name, section in table_sections(config).items()}
-    return features_of(config, tables)
+def _names(registry: Registry, attribute: str, value: object) -> list[str]:
+    return [entry.name for entry in registry.entries() if getattr(entry.value, attribute, None) == value]
 
 
-def build_table(config: Config, section: TableSection) -> Table:
+def _held_out(source: Source, world: World) -> Batches | None:
+    section = source.config.evaluate
+    held_out = source.held_out(section.num_samples)
+    if held_out is None:
+        return None
+    batch_size = section.batch_size or source.config.train.batch_size
+    batches = Batches(held_out.dataset, batch_size, world.rank, world.size)
+    batches.load_state({"position": held_out.position})
+    return batches
+
+
+def build_model(config: Config, source: Source, features: Mapping[str, Feature]) -> nn.Module:
+    """Calls the model's class. The keys of [model] are for shipped models; others get [model.args] instead, and what
+    the recipe and the data already say: dim, max_length, num_dense, feature_names, seed."""
+    section, entry = config.model, models.find(config.model.kind)
+    known = {
+        **(asdict(section) if entry.is_shipped else {"dim": section.dim, "max_length": section.max_length}),
+        "num_dense": source.num_dense,
+        "feature_names": tuple(features),
+        "seed": config.train.seed,
+    }
+    model = _call("model", section.kind, entry.value, known, section.args)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.kind = {section.kind!r} gives a {type(model).__name__}, must be a torch.nn.Module")
+    return model
+
+
+def build_metrics(run: Run) -> list[Metric]:
+    """Builds the metrics that evaluate.metrics names; or those of the data whose method the model has."""
+    named = run.source.config.evaluate.metrics
+    model = run.trainer.model
+    known = {"trainer": run.trainer, "corpus": run.source.num_items}
+    chosen = [(name, metrics.find(name).value) for name in (run.source.metrics if named is None else named)]
+    if named is None:
+        chosen = [(name, metric) for name, metric in chosen if hasattr(model, metric.method)]
+    return [_call("evaluate.metrics", name, metric, known, {}) for name, metric in chosen]
+
+
+def _call(section: str, name: str, function: Callable[..., Any], known: Values, args: Values) -> Any:
+    """Calls a class of the registries with args, and with those of the known values that it has parameters for."""
+    parameters = signature(function).parameters
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in args:
+        if key not in parameters and not takes_any:
+            hint = suggestion(key, tuple(parameters), f"{section}.args.") or f"; it has {', '.join(parameters)}"
+            raise ConfigError(f"{section}.args.{key} is set, but {name} has no such parameter{hint}")
+    values = {key: value for key, value in known.items() if key in parameters} | dict(args)
+    try:
+        signature(function).bind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be built: {error}; set it in [{section}.args]") from None
+    return function(**values)
+
+
+def build_features(config: Config, source: Source) -> dict[str, Feature]:
+    row_optimizer = cache(lambda kind, lr: _row_optimizer(config, kind, lr))
+    tables = {
+        name: _table(config, section, row_optimizer(section.optimizer, section.lr))
+        for name, section in table_sections(config, source).items()
+    }
+    return source.features(tables)
+
+
+def table_sections(config: Config, source: Source) -> dict[str, TableSection]:
+    """Returns every table of the data, as [[tables]] changes it."""
+    sections = source.tables()
+    names = tuple(sections)
+    for section in config.tables:
+        if section.name not in sections:
+            remedy = suggestion(section.name, names) or f"; there are {', '.join(names)}"
+            raise ConfigError(
+                f"[[tables]] names {section.name!r}, which is no table of the data {config.data.kind!r}{remedy}"
+            )
+        default = sections[section.name]
+        sections[section.name] = replace(section, num_keys=section.num_keys or default.num_keys)
+    return sections
+
+
+def _table(config: Config, section: TableSection, optimizer: RowOptimizer) -> Table:
     dim = section.dim or config.model.dim
     if dim != config.model.dim:
         raise ConfigError(f"table {section.name!r} has dim {dim}, but this model needs model.dim = {config.model.dim}")
@@ -85,7 +182,7 @@ def build_table(config: Config, section: TableSection) -> Table:
         section.name,
         dim,
         init=_initial(section.init, section.init_scale),
-        optimizer=_row_optimizer(config.row_optimizer, section),
+        optimizer=optimizer,
         num_keys=section.num_keys,
         frozen=section.frozen,
         max_rows=section.max_rows,
@@ -100,17 +197,16 @@ def _initial(kind: str, scale: float) -> init.Distribution:
     return init.Normal(scale) if kind == "normal" else init.TruncatedNormal(scale)
 
 
-def _row_optimizer(config: RowOptimizerSection, section: TableSection) -> RowOptimizer:
-    assert config.lr is not None
-    assert config.betas is not None
-    kind, lr, decay = section.optimizer or config.kind, section.lr or config.lr, config.weight_decay
-    eps = {} if config.eps is None else {"eps": config.eps}
-    if kind == "sgd":
-        return SGD(lr, weight_decay=decay)
-    if kind == "adam":
-        return Adam(lr, betas=config.betas, weight_decay=decay, **eps)
-    adagrad = RowwiseAdagrad if kind == "rowwise_adagrad" else Adagrad
-    return adagrad(lr, initial_accumulator=config.initial_accumulator, weight_decay=decay, **eps)
+def _row_optimizer(config: Config, kind: str | None, lr: float | None) -> RowOptimizer:
+    """Tables with the same settings share one object, so that they form one group, whatever the class."""
+    section = config.row_optimizer
+    name = kind or section.kind
+    assert name is not None
+    known = {key: value for key, value in asdict(section).items() if value is not None} | {"lr": lr or section.lr}
+    optimizer = _call("row_optimizer", name, optimizers.find(name).value, known, section.args)
+    if not isinstance(optimizer, RowOptimizer):
+        raise ConfigError(f"row_optimizer.kind = {name!r} gives a {type(optimizer).__name__}, must be a RowOptimizer")
+    return optimizer
 
 
 def _dense_optimizer(config: DenseOptimizerSection, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

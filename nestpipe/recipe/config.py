@@ -1,5 +1,6 @@
-"""What a recipe may say: one small dataclass for each section, and all of them together."""
+"""The keys of a recipe: one small dataclass for each section, and Config, which has all sections."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -11,33 +12,28 @@ from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.registry import Registry, datasets, metrics, models, optimizers
 from nestpipe.store.interface import MOST_ROWS
 
-PREPARED_HISTORIES = ("movielens-1m", "movielens-20m", "kuairand-27k", "kuairand-1k", "kuairand-pure")
-PREPARED_CLICKS = ("criteo-kaggle", "criteo-terabyte")
-PREPARED = (*PREPARED_HISTORIES, *PREPARED_CLICKS)
-"""data that `nestpipe data prepare` makes: data.path is its folder"""
-DATA = ("clicks", "histories", "parquet", *PREPARED)
-SEQUENCE_MODELS = ("hstu", "fuxi")
-MODELS = ("dlrm", *SEQUENCE_MODELS)
 INITS = ("normal", "truncated_normal", "uniform", "constant")
-ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 PRECISIONS = ("float32", "bfloat16")
 MOST_THREADS = 1024
 
 RETIRED = {"pipeline.fault": "none"}
-"""keys that recipes of earlier versions have: at this value, their default, they are dropped"""
+"""keys of earlier versions with their defaults; a recipe may still have such a key if it has its default"""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of a recipe means, and which values it takes; limits of a list are those of its elements."""
+    """The meaning of a key of a recipe, and the values that it takes. Limits of a list hold for its elements."""
 
     meaning: str
     choices: tuple[str, ...] = ()
+    registry: Registry | None = None
+    """a value names an entry of it, or the place of one: "package.module:Class\""""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -45,53 +41,57 @@ class Key:
 
 
 def key(default: T, meaning: str, **allowed: Any) -> T:
-    """A field of a section; reading, checking and describing a recipe are all driven by what it says here."""
+    """Declares a field of a section. Reading, checking and describing a recipe all follow this declaration."""
     return field(default=default, metadata={"key": Key(meaning, **allowed)})
+
+
+def args_key(meaning: str) -> Mapping[str, Any]:
+    """Declares a section of a section: keys and values of the user's own, as in [model.args]."""
+    return field(default_factory=dict, metadata={"key": Key(meaning)})
 
 
 @dataclass(frozen=True)
 class DataSection:
-    kind: str = key(
-        "clicks", "which data; clicks and histories are synthetic, parquet is files of your own", choices=DATA
+    kind: str = key("clicks", "the data; `nestpipe list datasets` lists what there is", registry=datasets)
+    seed: int = key(0, "seed of synthetic data, or of the order of the rows of files", at_least=0)
+    skew: float = key(1.05, "clicks: exponent of the Zipf distribution of the keys", at_least=0)
+    num_samples: int | None = key(None, "number of samples; not set: endless", at_least=1)
+    path: str | None = key(None, "published data: the folder that `nestpipe data prepare` wrote")
+    paths: tuple[str, ...] = key((), "parquet: files, folders or patterns to train on; [schema] names their columns")
+    held_out: tuple[str, ...] = key((), "parquet: files, folders or patterns to evaluate on; empty: no evaluation")
+    window: int = key(
+        8, "files: row groups that are shuffled together; more shuffle better and need more memory", at_least=1
     )
-    seed: int = key(0, "of the synthetic data, or of the order of the rows of files", at_least=0)
-    skew: float = key(1.05, "of clicks: exponent of the Zipf distribution of the keys", at_least=0)
-    num_samples: int | None = key(None, "samples in all; not set: endless", at_least=1)
-    path: str | None = key(None, "folder that `nestpipe data prepare` made; needed where data.kind is prepared data")
-    paths: tuple[str, ...] = key(
-        (), "of parquet: files, folders or patterns to train on; [schema] says what is in them"
-    )
-    held_out: tuple[str, ...] = key((), "of parquet: files, folders or patterns to evaluate on; none: no evaluation")
-    window: int = key(8, "of files: row groups whose rows are mixed; more mix better and need more memory", at_least=1)
-    num_epochs: int | None = key(None, "of files: how often each row comes; not set: endless", at_least=1)
-    num_threads: int = key(1, "of files: threads that read ahead", at_least=1, at_most=MOST_THREADS)
-    skip_bad: bool = key(False, "of files: leave out what cannot be read; reads everything once before the training")
+    num_epochs: int | None = key(None, "files: passes over the data; not set: endless", at_least=1)
+    num_threads: int = key(1, "files: threads that read ahead", at_least=1, at_most=MOST_THREADS)
+    skip_bad: bool = key(False, "files: leave out what cannot be read; reads all files once before the training")
     crop: str = key(
-        "last", "of prepared histories: which items of one longer than max_length are trained on", choices=CROPS
+        "last", "published histories: the items to train on, if there are more than max_length", choices=CROPS
     )
+    args: Mapping[str, Any] = args_key("settings of a data set of your own")
 
 
 @dataclass(frozen=True)
 class SchemaSection:
-    """Which columns of data.kind = "parquet" are what."""
+    """The columns of data.kind = "parquet"."""
 
-    keys: tuple[str, ...] = key((), "columns of integers or lists of integers; each has a table of its name")
-    dense: tuple[str, ...] = key((), "columns of numbers: the dense input")
-    label: str = key("label", "column with 0 or 1")
-    weight: str | None = key(None, "column with the weights of samples; not set: 1 each")
+    keys: tuple[str, ...] = key((), "columns of keys: integers or lists of integers; each has a table of its name")
+    dense: tuple[str, ...] = key((), "columns of dense inputs: numbers")
+    label: str = key("label", "column of labels: 0 or 1")
+    weight: str | None = key(None, "column of sample weights; not set: 1 for each")
 
 
 @dataclass(frozen=True)
 class HistoriesSection:
-    """What data.kind = "histories" is made of; the longest history has model.max_length items."""
+    """The data of data.kind = "histories". The longest history has model.max_length items."""
 
-    num_items: int = key(2000, "items of the corpus", at_least=1)
+    num_items: int = key(2000, "number of items", at_least=1)
     skew: float = key(0.8, "exponent of the Zipf distribution of the items", at_least=0)
-    num_interests: int = key(20, "interests there are", at_least=1)
-    interests_a_user: int = key(3, "interests that a user has", at_least=1)
-    num_groups: int = key(25, "groups of items; each item leads to one", at_least=1)
-    follow: float = key(0.6, "probability of an item that the one before leads to", at_least=0, below=1)
-    interest: float = key(0.25, "probability of an item of the user's interests", at_least=0, below=1)
+    num_interests: int = key(20, "number of interests", at_least=1)
+    interests_a_user: int = key(3, "interests of a user", at_least=1)
+    num_groups: int = key(25, "number of item groups; each item leads to one group", at_least=1)
+    follow: float = key(0.6, "probability that an item is one that the item before leads to", at_least=0, below=1)
+    interest: float = key(0.25, "probability that an item is one of the user's interests", at_least=0, below=1)
     new_session: float = key(0.15, "probability that an item begins a session", at_least=0, at_most=1)
     median_length: float = key(20.0, "median of the lengths of histories", at_least=1)
     length_spread: float = key(0.5, "standard deviation of the logarithms of lengths", at_least=0)
@@ -99,92 +99,107 @@ class HistoriesSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    kind: str = key("dlrm", "which model", choices=MODELS)
-    dim: int = key(64, "columns of a row, where its table has none of its own", at_least=1, at_most=2**20)
-    bottom: tuple[int, ...] = key((128,), "widths of the hidden layers under the interaction", at_least=1)
-    top: tuple[int, ...] = key((256, 128), "widths of the hidden layers above the interaction", at_least=1)
-    interaction: str = key("dot", "how the embeddings of a sample meet", choices=INTERACTIONS)
-    cross_layers: int = key(3, "layers of the cross network, where interaction is cross", at_least=1)
-    cross_rank: int = key(512, "rank of its matrices", at_least=1)
-    max_length: int = key(200, "of hstu and fuxi, as all below: most items of a history", at_least=1, below=2**12)
-    num_layers: int = key(2, "layers of attention", at_least=1)
-    num_heads: int = key(1, "heads of a layer", at_least=1)
-    dim_qk: int = key(50, "width of queries and keys of a head", at_least=1)
-    dim_v: int = key(50, "width of values of a head", at_least=1)
-    dropout: float = key(0.2, "share of elements left out in training", at_least=0, below=1)
-    ffn_multiply: int = key(1, "of fuxi: width of the hidden layer, in dims", at_least=1)
-    num_negatives: int = key(128, "items that a next item is told from", at_least=1)
-    negatives_per: str = key("position", "negatives for each position, or shared by a sample", choices=NEGATIVES_PER)
-    temperature: float = key(0.05, "what scores are divided by", above=0)
+    kind: str = key("dlrm", "the model; `nestpipe list models` lists what there is", registry=models)
+    dim: int = key(64, "columns of a row, unless its table sets dim", at_least=1, at_most=2**20)
+    bottom: tuple[int, ...] = key((128,), "dlrm: widths of the hidden layers before the interaction", at_least=1)
+    top: tuple[int, ...] = key((256, 128), "dlrm: widths of the hidden layers after the interaction", at_least=1)
+    interaction: str = key(
+        "dot", "dlrm: interaction of the embeddings: dot products, or a cross network", choices=INTERACTIONS
+    )
+    cross_layers: int = key(3, "dlrm: layers of the cross network", at_least=1)
+    cross_rank: int = key(512, "dlrm: rank of the cross network's matrices", at_least=1)
+    max_length: int = key(200, "hstu, fuxi: largest number of items of a history", at_least=1, below=2**12)
+    num_layers: int = key(2, "hstu, fuxi: layers of attention", at_least=1)
+    num_heads: int = key(1, "hstu, fuxi: heads of a layer", at_least=1)
+    dim_qk: int = key(50, "hstu, fuxi: width of a head's queries and keys", at_least=1)
+    dim_v: int = key(50, "hstu, fuxi: width of a head's values", at_least=1)
+    dropout: float = key(0.2, "hstu, fuxi: share of elements that dropout sets to zero", at_least=0, below=1)
+    ffn_multiply: int = key(1, "fuxi: width of the hidden layer, in multiples of dim", at_least=1)
+    num_negatives: int = key(128, "hstu, fuxi: negatives of a next item", at_least=1)
+    negatives_per: str = key(
+        "position", "hstu, fuxi: draw negatives for each position, or once for a sample", choices=NEGATIVES_PER
+    )
+    temperature: float = key(0.05, "hstu, fuxi: divisor of the scores", above=0)
+    args: Mapping[str, Any] = args_key("arguments of a model of your own")
 
 
 @dataclass(frozen=True)
 class TableSection:
-    """One of [[tables]]: what is different about a table of the data."""
+    """One of [[tables]]: settings of one table of the data."""
 
-    name: str = field(metadata={"key": Key("of a table of the data")})
+    name: str = field(metadata={"key": Key("name of a table of the data")})
     dim: int | None = key(None, "columns of a row; not set: model.dim", at_least=1, at_most=2**20)
     init: str = key("normal", "distribution of initial rows", choices=INITS)
     init_scale: float = key(0.02, "standard deviation; uniform: largest magnitude; constant: the value", at_least=0)
-    optimizer: str | None = key(None, "row optimizer; not set: row_optimizer.kind", choices=ROW_OPTIMIZERS)
+    optimizer: str | None = key(None, "row optimizer; not set: row_optimizer.kind", registry=optimizers)
     lr: float | None = key(None, "learning rate; not set: row_optimizer.lr", above=0)
-    num_keys: int | None = key(None, "keys are 0 .. num_keys - 1; not set: any", at_least=1)
-    max_rows: int | None = key(None, "most rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS)
-    frozen: bool = key(False, "never updated")
+    num_keys: int | None = key(None, "keys are 0 .. num_keys - 1; not set: any integer", at_least=1)
+    max_rows: int | None = key(
+        None, "largest number of rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS
+    )
+    frozen: bool = key(False, "do not update the rows")
 
 
 @dataclass(frozen=True)
 class RowOptimizerSection:
-    kind: str | None = key(None, "how rows change; not set: adagrad, of hstu and fuxi adam", choices=ROW_OPTIMIZERS)
-    lr: float | None = key(None, "learning rate; not set: 0.05, of hstu and fuxi that of the dense optimizer", above=0)
-    weight_decay: float = key(0.0, "on the rows of the batch only", at_least=0)
-    initial_accumulator: float = key(0.0, "what the sum of squares of the two Adagrads starts from", at_least=0)
-    betas: tuple[float, float] | None = key(
-        None, "of Adam; not set: 0.9, 0.999, of hstu and fuxi those of the dense optimizer", at_least=0, below=1
+    kind: str | None = key(
+        None, "optimizer of the rows; not set: adagrad, or adam for models of histories", registry=optimizers
     )
-    eps: float | None = key(None, "added to the denominator; not set: the optimizer's own", at_least=0)
+    lr: float | None = key(None, "learning rate; not set: 0.05, or dense_optimizer.lr for models of histories", above=0)
+    weight_decay: float = key(0.0, "weight decay, of the rows of the batch only", at_least=0)
+    initial_accumulator: float = key(0.0, "adagrad, rowwise_adagrad: initial sum of squares", at_least=0)
+    betas: tuple[float, float] | None = key(
+        None,
+        "adam: betas; not set: 0.9, 0.999, or dense_optimizer.betas for models of histories",
+        at_least=0,
+        below=1,
+    )
+    eps: float | None = key(None, "added to the denominator; not set: the optimizer's default", at_least=0)
+    args: Mapping[str, Any] = args_key("arguments of a row optimizer of your own")
 
 
 @dataclass(frozen=True)
 class DenseOptimizerSection:
-    kind: str = key("adam", "how the dense parameters change", choices=DENSE_OPTIMIZERS)
+    kind: str = key("adam", "optimizer of the dense parameters", choices=DENSE_OPTIMIZERS)
     lr: float = key(1e-3, "learning rate", above=0)
     weight_decay: float = key(0.0, "weight decay", at_least=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "of Adam and AdamW", at_least=0, below=1)
-    clip_norm: float | None = key(None, "largest norm of the dense gradients together; not set: any", above=0)
-    clip_rows: bool = key(False, "gradients of rows count in clip_norm and are scaled with the others")
-    warmup_steps: int = key(0, "steps in which the dense learning rate rises to its value", at_least=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "adam, adamw: betas", at_least=0, below=1)
+    clip_norm: float | None = key(None, "largest norm of all dense gradients; not set: no clipping", above=0)
+    clip_rows: bool = key(False, "include the gradients of rows in clip_norm")
+    warmup_steps: int = key(0, "steps in which the dense learning rate rises linearly to lr", at_least=0)
 
 
 @dataclass(frozen=True)
 class TrainSection:
     steps: int = key(300, "steps to train", at_least=0)
-    seed: int = key(0, "of the initial rows and dense parameters", at_least=0)
+    seed: int = key(0, "seed of the initial rows and dense parameters", at_least=0)
     batch_size: int = key(2048, "samples in a batch of one rank", at_least=1)
-    deterministic: bool = key(True, "fixed-order dense kernels; false permits faster ones")
-    precision: str = key(
-        "float32", "of the dense model, where torch deems it safe; rows keep theirs", choices=PRECISIONS
-    )
-    compiled: bool = key(False, "the dense model by torch.compile(dynamic=True)")
+    deterministic: bool = key(True, "use deterministic dense kernels; false permits faster ones")
+    precision: str = key("float32", "precision of the dense model, by autocast; rows keep theirs", choices=PRECISIONS)
+    compiled: bool = key(False, "compile the dense model by torch.compile(dynamic=True)")
 
 
 @dataclass(frozen=True)
 class PipelineSection:
-    schedule: str = key("nested", "when each thing happens; the bits are the same", choices=SCHEDULES)
-    num_micro_batches: int = key(1, "parts of a batch", at_least=1)
-    check_split: bool = key(True, "refuse a model whose loss depends on how the batch is cut")
-    stale: bool = key(False, "wrong, for experiments: show the model shared rows as before the last update")
+    schedule: str = key("nested", "schedule of the stages; all have the same bits", choices=SCHEDULES)
+    num_micro_batches: int = key(1, "micro-batches of a batch", at_least=1)
+    check_split: bool = key(True, "refuse a model whose loss depends on how a batch is split")
+    stale: bool = key(False, "for experiments: train on stale rows, as before the last update")
 
 
 @dataclass(frozen=True)
 class ExchangeSection:
-    window: str = key("once", "a row travels once a batch, or again in each micro-batch", choices=WINDOWS)
+    window: str = key("once", "send a row once for a batch, or again for each micro-batch", choices=WINDOWS)
 
 
 @dataclass(frozen=True)
 class ClusterSection:
-    method: str = key("spectral", "how samples that share keys find together in a micro-batch", choices=CLUSTER_METHODS)
-    cost: str = key("keys", "what micro-batches are balanced by: a sample's keys, or the square", choices=CLUSTER_COSTS)
+    method: str = key(
+        "spectral", "how to find samples that share keys, to put them into one micro-batch", choices=CLUSTER_METHODS
+    )
+    cost: str = key(
+        "keys", "cost of a sample by which micro-batches are balanced: its keys, or their square", choices=CLUSTER_COSTS
+    )
 
 
 @dataclass(frozen=True)
@@ -202,40 +217,49 @@ class RuntimeSection:
         at_least=1,
         at_most=MOST_THREADS,
     )
-    device: str | None = key(None, "of the model, as torch names it; not set: the accelerator if there is one, or cpu")
+    device: str | None = key(
+        None, "device of the model, as torch names it; not set: the accelerator, or cpu if there is none"
+    )
 
 
 @dataclass(frozen=True)
 class DistributedSection:
-    timeout_seconds: float = key(25.0, "without a sign of life, after which a rank is given up", above=0)
-    stall_seconds: float = key(600.0, "without any progress, after which a rank that others wait for hangs", above=0)
-    backend: str = key("auto", "of device memory; auto: nccl if each rank has a device of its own", choices=BACKENDS)
+    timeout_seconds: float = key(25.0, "give a rank up after this time without a sign of life", above=0)
+    stall_seconds: float = key(600.0, "give a rank up after this time without progress, if others wait for it", above=0)
+    backend: str = key(
+        "auto", "backend for device memory; auto: nccl if each rank has its own device, else gloo", choices=BACKENDS
+    )
 
 
 @dataclass(frozen=True)
 class MemorySection:
     device_budget_bytes: int | None = key(
-        None, "of the device, for a rank's embeddings; a batch that needs more is refused; not set: any", at_least=1
+        None, "device memory for a rank's embeddings; a batch that needs more is refused; not set: no limit", at_least=1
     )
 
 
 @dataclass(frozen=True)
 class EvaluateSection:
-    num_samples: int = key(65536, "held-out samples; 0: no evaluation", at_least=0)
+    num_samples: int = key(65536, "number of held-out samples; 0: no evaluation", at_least=0)
     batch_size: int | None = key(None, "samples in a batch of one rank; not set: train.batch_size", at_least=1)
     split: str | None = key(
         None,
-        "of prepared data; not set: validation, or test of histories where no evaluation chooses a model",
+        "split of published data; not set: validation; for histories test, if no evaluation chooses the model",
         choices=("validation", "test"),
     )
     every: int = key(0, "steps between evaluations while training; 0: only at the end", at_least=0)
-    metric: str = key("loss", "the number of an evaluation that patience and checkpoint.best go by")
-    patience: int = key(0, "evaluations in a row without improvement that end the training; 0: none do", at_least=0)
+    metrics: tuple[str, ...] | None = key(
+        None,
+        "metrics in addition to the loss; not set: those of the data that the model has a method for",
+        registry=metrics,
+    )
+    metric: str = key("loss", "number of an evaluation that patience and checkpoint.best compare")
+    patience: int = key(0, "stop after this number of evaluations without improvement; 0: never", at_least=0)
 
 
 @dataclass(frozen=True)
 class PublishedSection:
-    """What others have reached with the settings of this recipe; shown beside the run's own numbers."""
+    """Published results for the settings of this recipe; shown next to the run's own."""
 
     hr_at_10: float | None = key(None, "published hit rate", at_least=0, at_most=1)
     ndcg_at_10: float | None = key(None, "published NDCG", at_least=0, at_most=1)
@@ -245,15 +269,15 @@ class PublishedSection:
 
 @dataclass(frozen=True)
 class LoggingSection:
-    every: int = key(10, "steps between progress lines where output is no terminal", at_least=1)
+    every: int = key(10, "steps between progress lines, if the output is not a terminal", at_least=1)
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    dir: str | None = key(None, "folder of the checkpoints; a run resumes from what is there; not set: none is written")
+    dir: str | None = key(None, "folder of checkpoints, from which a run resumes; not set: no checkpoints")
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
-    best: str | None = key(None, "folder for the model of the best evaluation while training; not set: none is kept")
-    load: str | None = key(None, "checkpoint to start from while checkpoint.dir has none; not set: a new model")
+    best: str | None = key(None, "folder for the model of the best evaluation; not set: none is kept")
+    load: str | None = key(None, "checkpoint to start from, if checkpoint.dir has none; not set: a new model")
 
 
 @dataclass(frozen=True)
@@ -282,11 +306,11 @@ class Config:
 
     @property
     def chooses(self) -> bool:
-        """Whether evaluations while training decide which model the run ends with, or keeps."""
+        """Returns whether evaluations during training choose the model that the run ends with, or keeps."""
         return self.evaluate.patience > 0 or self.checkpoint.best is not None
 
     def resolved(self, ranks_on_host: int, cores: int) -> "Config":
-        """With what the bits of a run depend on, so that it is saved with it: threads, device, the row optimizer."""
+        """Returns the config with threads, device and row optimizer filled in, because bits depend on them."""
         num_threads = min(max(1, cores // ranks_on_host), MOST_THREADS)
         store, runtime = self.store, self.runtime
         if store.num_threads is None:
@@ -294,13 +318,13 @@ class Config:
         if runtime.device is None:
             runtime = replace(runtime, device=default_device())
         if runtime.dense_threads is None:
-            # Beside an accelerator only small operations are left, which take longer if they wait for other threads.
+            # With an accelerator the host has only small operations, which take longer if they wait for other threads.
             runtime = replace(runtime, dense_threads=num_threads if runtime.device == "cpu" else 1)
         return replace(self, store=store, runtime=runtime, row_optimizer=self._row_optimizer())
 
     def _row_optimizer(self) -> RowOptimizerSection:
         rows, dense = self.row_optimizer, self.dense_optimizer
         kind, lr, betas = "adagrad", 0.05, (0.9, 0.999)
-        if self.model.kind in SEQUENCE_MODELS:
+        if getattr(models.find(self.model.kind).value, "learns_from", None) == "histories":
             kind, lr, betas = "adam", dense.lr, dense.betas
         return replace(rows, kind=rows.kind or kind, lr=rows.lr or lr, betas=rows.betas or betas)

@@ -1,24 +1,21 @@
-"""A whole run, as a recipe says: train, save, evaluate, sum up."""
+"""Runs a recipe: trains, saves, evaluates, sums up."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nestpipe.data.batch import Jagged
-from nestpipe.distributed import Channel, World
-from nestpipe.evaluation.clicks import auc, log_loss, normalised_entropy
-from nestpipe.evaluation.evaluate import Metric, evaluate
-from nestpipe.evaluation.ranking_metrics import RankMetrics
+from nestpipe.data.dataset import Dataset, FirstSamples
+from nestpipe.data.files.parquet import ParquetData, Skipped
+from nestpipe.data.files.user_histories import UserHistories
+from nestpipe.distributed import World
+from nestpipe.evaluation.evaluate import evaluate
 from nestpipe.evaluation.validation import Validation
 from nestpipe.pipelining.trace import Span
-from nestpipe.recipe.build import Run, build
-from nestpipe.recipe.build_data import corpus_size
-from nestpipe.recipe.build_files import evaluated_split, skipped
+from nestpipe.recipe.build import Run, build, build_metrics
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.summary import device_memory, summarise, table_memory
@@ -26,43 +23,10 @@ from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
 from nestpipe.recipe.value import ConfigError
 from nestpipe.train.checkpoint import CheckpointError
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.trainer import FitResult
 
 Summary = dict[str, Any]
 AfterStep = Callable[[FitResult], None]
-
-
-class ClickMetrics:
-    """How good the predicted clicks are; of synthetic clicks also the generator's own probability: the ceiling."""
-
-    method = "predict"
-
-    def __init__(self, has_ceiling: bool = True) -> None:
-        self._columns: dict[str, list[Tensor]] = {"logit": [], "click": []}
-        if has_ceiling:
-            self._columns["ceiling"] = []
-
-    def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
-        self._columns["logit"].append(outputs.double())
-        self._columns["click"].append(inputs["click"].double())
-        if "ceiling" in self._columns:
-            self._columns["ceiling"].append(inputs["click_probability"].double().logit())
-
-    def compute(self, channel: Channel) -> dict[str, float]:
-        columns = {name: _all_ranks(parts, channel) for name, parts in self._columns.items()}
-        click = columns.pop("click")
-        metrics = {"auc": auc, "log_loss": log_loss, "normalised_entropy": normalised_entropy}
-        ends = {"logit": "", "ceiling": "_ceiling"}
-        return {
-            f"{name}{ends[column]}": metric(scores, click)
-            for column, scores in columns.items()
-            for name, metric in metrics.items()
-        }
-
-
-def _all_ranks(parts: list[Tensor], channel: Channel) -> Tensor:
-    mine = torch.cat([torch.empty(0, dtype=torch.float64), *parts])
-    return torch.cat([part.clone().view(torch.float64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
 
 
 def run(
@@ -73,9 +37,9 @@ def run(
     traced_steps: range | None = None,
     fresh: bool = False,
 ) -> Summary:
-    """All ranks call it, and get the same summary. The config must be resolved.
+    """Trains and returns the summary, which is the same on all ranks. All ranks call it, with a resolved config.
 
-    If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves what is there away first.
+    If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves the old checkpoints away first.
     """
     this_run = _start(config, world)
     validation = _validation(config, this_run)
@@ -105,7 +69,7 @@ def run(
         **times.fields,
         "spread": times.spread,
         "metrics": _last_metrics(config, this_run, result),
-        "split": evaluated_split(config),
+        "split": this_run.source.split,
         "published": _published(config),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
@@ -119,7 +83,7 @@ def run(
 
 
 def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
-    """Evaluates a saved model as the end of its run did. All ranks call it; thread counts must be resolved."""
+    """Evaluates a saved model as its run did at the end. All ranks call it, with a resolved config."""
     if config.evaluate.num_samples == 0:
         raise ConfigError(
             "evaluate.num_samples is 0: nothing is evaluated; --set evaluate.num_samples=65536, for example"
@@ -134,8 +98,8 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         "checkpoint": str(checkpoint),
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
-        "metrics": _evaluate(config, this_run),
-        "split": evaluated_split(config),
+        "metrics": _evaluate(this_run),
+        "split": this_run.source.split,
         "published": _published(config),
         "config": to_toml(config),
     }
@@ -153,9 +117,9 @@ def _start(config: Config, world: World) -> Run:
 
 
 def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = None) -> None:
-    """Loads a checkpoint and puts the data after the last trained batch; validation goes on too, if it is given.
+    """Loads a checkpoint, and moves the data to the first batch that it has not trained. Restores validation, too.
 
-    A checkpoint without a state of the data is taken to have had this batch size.
+    A checkpoint without a state of the data is assumed to have this run's batch size.
     """
     trainer, batches = this_run.trainer, this_run.batches
     extra = trainer.load(checkpoint)
@@ -171,7 +135,7 @@ def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = Non
 def _train(
     config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
 ) -> None:
-    """In one call of fit, or with a checkpoint after every checkpoint.every steps. A finished run trains nothing."""
+    """Trains, with a checkpoint after every checkpoint.every steps. A run that is complete trains nothing."""
     trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
     callbacks = [] if validation is None else [validation]
     result.is_stopped = validation is not None and validation.is_exhausted
@@ -194,7 +158,7 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
             )
     if section.every == 0:
         return None
-    if config.chooses and evaluated_split(config) == "test":
+    if config.chooses and this_run.source.split == "test":
         raise ConfigError(
             "evaluate.patience and checkpoint.best choose a model, but evaluate.split is 'test': its numbers would no "
             "longer be those of a test. Leave evaluate.split out (validation), and evaluate the saved model on the "
@@ -206,7 +170,7 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
         raise ConfigError("evaluate.every is set, but data.held_out is not: there is nothing to evaluate on")
     return Validation(
         section.every,
-        lambda trainer: _evaluate(config, this_run),
+        lambda trainer: _evaluate(this_run),
         metric=section.metric,
         patience=section.patience or None,
         save_best=best,
@@ -218,21 +182,15 @@ def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str,
         return {}
     if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
         return {name: value for name, value in result.validations[-1].items() if name != "step"}
-    return _evaluate(config, this_run)
+    return _evaluate(this_run)
 
 
-def _evaluate(config: Config, this_run: Run) -> dict[str, float]:
-    """On the held-out samples, the same ones every time."""
+def _evaluate(this_run: Run) -> dict[str, float]:
+    """Evaluates on the held-out samples, the same ones every time."""
     assert this_run.held_out is not None
-    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), [_metric(config, this_run.trainer)])
+    evaluation = evaluate(this_run.trainer, copy(this_run.held_out), build_metrics(this_run))
     numbers = {"loss": evaluation.loss, "num_samples": evaluation.num_samples}
     return {**numbers, "num_untrained_keys": evaluation.num_untrained_keys, **evaluation.metrics}
-
-
-def _metric(config: Config, trainer: Trainer) -> Metric:
-    if config.model.kind == "dlrm":
-        return ClickMetrics(has_ceiling=config.data.kind == "clicks")
-    return RankMetrics(trainer, corpus_size(config))
 
 
 def _published(config: Config) -> dict[str, float]:
@@ -240,11 +198,23 @@ def _published(config: Config) -> dict[str, float]:
 
 
 def _skipped(config: Config, this_run: Run) -> dict[str, Any]:
-    """What data.skip_bad left out, of the files to train on and of those to evaluate on."""
+    """Returns what data.skip_bad left out of the files to train on, and of those to evaluate on."""
     if not config.data.skip_bad:
         return {}
     datasets = {"training": this_run.batches.dataset}
     if this_run.held_out is not None:
         datasets["evaluation"] = this_run.held_out.dataset
-    found = {name: skipped(dataset) for name, dataset in datasets.items()}
-    return {name: asdict(of_data) for name, of_data in found.items() if of_data is not None}
+    parts = {name: _skipped_in(dataset) for name, dataset in datasets.items()}
+    return {name: asdict(part) for name, part in parts.items() if part is not None}
+
+
+def _skipped_in(dataset: Dataset) -> Skipped | None:
+    """Returns what was left out of a data set; None if it is not in files."""
+    while not isinstance(dataset, ParquetData):
+        if isinstance(dataset, FirstSamples):
+            dataset = dataset.dataset
+        elif isinstance(dataset, UserHistories):
+            dataset = dataset.rows
+        else:
+            return None
+    return dataset.skipped

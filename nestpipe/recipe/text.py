@@ -1,4 +1,4 @@
-"""Recipes as text: reading TOML and --set, writing, and a list of all keys."""
+"""Recipes as text: reads TOML and --set, writes TOML, lists all keys."""
 
 import re
 import tomllib
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nestpipe.recipe.config import RETIRED, Config, TableSection
-from nestpipe.recipe.value import ConfigError, checked, literal, shown, suggestion, type_text
+from nestpipe.recipe.value import ConfigError, checked, literal, shown, suggestion, toml_key, type_text
 
 
 def load_config(path: Path | None, settings: Sequence[str] = ()) -> Config:
-    """The defaults, changed by the recipe, changed by the settings "section.key=value" in their order."""
+    """Returns the defaults, changed by the recipe, then by the settings "section.key=value" in order."""
     config = _config(_parse(path), f" in {path}") if path is not None else Config()
     return change_config(config, settings)
 
 
 def parse_config(text: str, source: str) -> Config:
-    """A recipe as text; `source` says where it is from, for messages."""
+    """Reads a recipe. `source` names its origin in errors."""
     try:
         return _config(tomllib.loads(text), f" in {source}")
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -32,21 +32,35 @@ def change_config(config: Config, settings: Sequence[str]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """A recipe that reads back as this config; to be written in UTF-8. What is None is left out: TOML has no null."""
+    """Returns a recipe that reads back as this config. Keys that are None are left out: TOML has no null."""
     blocks: list[str] = []
     for name in _sections():
         value = getattr(config, name)
-        blocks += [_block("[[tables]]", table) for table in value] if name == "tables" else [_block(f"[{name}]", value)]
+        if name == "tables":
+            blocks += [_block("[[tables]]", _values(table)) for table in value]
+        else:
+            blocks += _blocks(name, _values(value))
     return "\n".join(blocks)
 
 
-def _block(header: str, section: Any) -> str:
-    pairs = [(field.name, getattr(section, field.name)) for field in fields(section)]
-    return "\n".join([header, *(f"{key} = {literal(value)}" for key, value in pairs if value is not None), ""])
+def _values(section: Any) -> dict[str, Any]:
+    return {field.name: getattr(section, field.name) for field in fields(section)}
+
+
+def _blocks(name: str, values: dict[str, Any]) -> list[str]:
+    """Returns a section and, after it, the sections in it, such as [model.args], if they have keys."""
+    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
+    plain = {key: value for key, value in values.items() if key not in inner}
+    return [_block(f"[{name}]", plain), *(_block(f"[{name}.{key}]", value) for key, value in inner.items() if value)]
+
+
+def _block(header: str, values: dict[str, Any]) -> str:
+    lines = [f"{toml_key(key)} = {literal(value)}" for key, value in values.items() if value is not None]
+    return "\n".join([header, *lines, ""])
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Every key there is: section.key, type, default, meaning."""
+    """Returns section.key, type, default and meaning of every key."""
     return [
         (f"{name}.{key}", type_text(hint, field.metadata["key"]), _default_text(field), field.metadata["key"].meaning)
         for name, section in _sections().items()
@@ -56,18 +70,18 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 def _default_text(field: Field[Any]) -> str:
     if field.default is MISSING:
-        return "required"
+        return "required" if field.default_factory is MISSING else "empty"
     return "not set" if field.default is None else literal(field.default)
 
 
 def _sections() -> dict[str, Any]:
-    """Names and dataclasses; of tables, that of one table."""
+    """Returns the dataclass of each section; for tables, that of one table."""
     hints = get_type_hints(Config)
     return {**hints, "tables": get_args(hints["tables"])[0]}
 
 
 def _keys(section: Any) -> dict[str, tuple[Field[Any], Any]]:
-    """Names of the keys, with their fields and type hints."""
+    """Returns the field and the type hint of each key."""
     hints = get_type_hints(section)
     return {field.name: (field, hints[field.name]) for field in fields(section)}
 
@@ -118,13 +132,13 @@ def _read_section(name: str, section: Any, entry: object, source: str, header: s
         if not _is_retired(name, key, value, source)
     }
     for key, (field, _) in _keys(section).items():
-        if key not in entry and field.default is MISSING:
+        if key not in entry and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{name}{source} has no {key}; add {key} = ...")
     return section(**values)
 
 
 def _is_retired(name: str, key: str, value: object, source: str) -> bool:
-    """A recipe of an earlier version says its defaults, too; a retired key that says something else is refused."""
+    """A saved recipe of an earlier version has all keys. A retired one may have its default, but no other value."""
     full_name = f"{name}.{key}"
     if full_name not in RETIRED:
         return False
@@ -160,12 +174,16 @@ def _set(config: Config, setting: str) -> Config:
     if not (equals and name and key):
         raise ConfigError(f"--set {literal(setting)} is not section.key=value; write it like train.steps=300")
     section = _section(name, tuple(known for known in _sections() if known != "tables"), " of --set")
-    value = _read_value(name, section, key, _value(text.strip()), " of --set")
+    outer, _, inner = key.partition(".")
+    given: object = _value(text.strip())
+    if isinstance(args := getattr(getattr(config, name), outer, None), dict) and inner:
+        key, given = outer, {**args, inner: given}  # one key of a section in a section: model.args.hidden=64
+    value = _read_value(name, section, key, given, " of --set")
     return replace(config, **{name: replace(getattr(config, name), **{key: value})})
 
 
 def _value(text: str) -> object:
-    """A TOML value if it is one, else the text: strings need no quotes on a command line."""
+    """Parses a TOML value; other text is a string, so that strings need no quotes on a command line."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

@@ -1,16 +1,18 @@
-"""One value of a recipe: whether its key takes it, and how it is written."""
+"""Checks one value of a recipe against its key, and writes values as TOML and in errors."""
 
 import difflib
 import json
 import math
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 from nestpipe.recipe.config import Key
+from nestpipe.registry import RegistryError
 
-# What a value is called that was given, and what it must be instead.
+# Words of error messages for a given value, and for the type that it must have.
 _GIVEN = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
 _WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string in quotes"}
 _SINGULAR = {bool: "true or false", int: "integer", float: "number", str: "string"}
@@ -29,15 +31,17 @@ class ConfigError(ValueError):
 
 
 def checked(name: str, source: str, hint: Any, key: Key, value: object) -> object:
-    """The value as its field holds it; `source` follows the name in errors."""
+    """Returns the value as its field holds it, or raises. `source` follows the name in errors."""
     hint = _without_none(hint)
     if get_origin(hint) is tuple:
         return _checked_list(name, source, hint, key, value)
+    if get_origin(hint) is Mapping:
+        return _checked_args(name, source, value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{name}{source} is too large, must fit in 64 bits")
     if hint is float and type(value) is int:
         value = float(value)
-    if type(value) is not hint:  # exactly: a bool is no integer
+    if type(value) is not hint:  # not isinstance, because a bool is an int
         raise ConfigError(f"{name}{source} is {shown(value)}, must be {_WANTED[hint]}")
     if isinstance(value, str):
         _check_string(f"{name}{source}", key, value)
@@ -56,7 +60,26 @@ def _checked_list(name: str, source: str, hint: Any, key: Key, value: object) ->
     return tuple(checked(f"{name}[{i}]", source, element, key, part) for i, part in enumerate(value))
 
 
+def _checked_args(name: str, source: str, value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}{source} is {shown(value)}, must be a section: write [{name}]")
+    for key, entry in value.items():
+        _check_plain(f"{name}.{key}", source, entry)
+    return value
+
+
+def _check_plain(name: str, source: str, value: object) -> None:
+    """Refuses dates and times: a saved recipe must read back as it is."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_plain(name, source, part)
+    elif type(value) not in _SINGULAR:
+        raise ConfigError(f"{name}{source} is {shown(value)}, must be a string, a number, true, false or a list")
+
+
 def _check_string(where: str, key: Key, value: str) -> None:
+    if key.registry is not None and value:
+        _check_registered(where, key, value)
     if key.choices and value not in key.choices:
         wanted = "one of " * (len(key.choices) > 1) + ", ".join(key.choices)
         raise ConfigError(f"{where} is {literal(value)}, must be {wanted}{suggestion(value, key.choices)}")
@@ -66,30 +89,46 @@ def _check_string(where: str, key: Key, value: str) -> None:
         raise ConfigError(f"{where} is {literal(value)}, must have no NUL and be UTF-8")
 
 
+def _check_registered(where: str, key: Key, value: str) -> None:
+    assert key.registry is not None
+    try:
+        key.registry.find(value)
+    except RegistryError as error:
+        hint = suggestion(value, key.registry.names())
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}{hint}") from None
+
+
 def _is_unicode(text: str) -> bool:
-    """A byte of the command line that is no UTF-8 arrives as a lone surrogate, which no file could hold."""
+    """A byte of the command line that is not UTF-8 arrives as a lone surrogate, which cannot be written to a file."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def suggestion(given: str, known: tuple[str, ...], prefix: str = "") -> str:
-    """ "; did you mean ...?" if one of those known is close to what was given, else nothing."""
+    """Returns "; did you mean ...?" if a known name is close to the given one, else an empty string."""
     close = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def literal(value: object) -> str:
-    """As TOML writes it."""
+    """Returns the value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one escape JSON does without
     if isinstance(value, list | tuple):
         return "[" + ", ".join(literal(part) for part in value) + "]"
-    return "{...}" if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_key(key)} = {literal(part)}" for key, part in value.items()) + "}"
+    return str(value)
+
+
+def toml_key(name: str) -> str:
+    """Quotes the name of a key unless TOML can do without."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
 
 
 def shown(value: object) -> str:
-    """As errors show it: the value and what it is."""
+    """Returns the value and its type, for errors."""
     if isinstance(value, dict):
         return "a section"
     text = literal(value)
@@ -98,10 +137,14 @@ def shown(value: object) -> str:
 
 
 def type_text(hint: Any, key: Key) -> str:
-    """What a key takes, for a list of all keys."""
+    """Returns the type and limits of a key, for the list of all keys."""
     hint = _without_none(hint)
-    if key.choices:
-        return " | ".join(literal(choice) for choice in key.choices)
+    if get_origin(hint) is Mapping:
+        return "section"
+    choices = key.choices if key.registry is None else (*key.registry.names(), "package.module:Class")
+    if choices:
+        text = " | ".join(literal(choice) for choice in choices)
+        return f"list of {text}" if get_origin(hint) is tuple else text
     kind = _list_text(hint) if get_origin(hint) is tuple else _SINGULAR[hint]
     return ", ".join(text for text in (kind, _limits_text(key)) if text)
 
@@ -125,6 +168,6 @@ def _list_text(hint: Any) -> str:
 
 
 def _without_none(hint: Any) -> Any:
-    """The T of `T | None`: TOML has no null, so what is given is never None."""
+    """Returns the T of `T | None`. TOML has no null, so a given value is never None."""
     parts = get_args(hint)
     return next(part for part in parts if part is not NoneType) if NoneType in parts else hint

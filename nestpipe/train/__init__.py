@@ -1,1 +1,1 @@
-"""Putting it together."""
+"""The Trainer, and what belongs to it: dense gradients, loss sums, checkpoints, the digest."""

@@ -12,7 +12,7 @@ from nestpipe import Batch, Pooled, Sequence, Table, Trainer, World
 from nestpipe.data import Jagged
 from nestpipe.distributed import RankError
 from nestpipe.embedding.cluster import Clustering
-from nestpipe.embedding.optim import Adagrad, RowwiseAdagrad
+from nestpipe.embedding.optim import Adagrad, RowWiseAdagrad
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import group_by_owner
 from tests.exactness.cases import on_ranks
@@ -41,7 +41,7 @@ class SumOfAll(nn.Module):
 
 
 def make_trainer(world: World, schedule: str = "nested", num_micro_batches: int = 1, window: str = "once", **more):
-    item, tag = Table("item", DIM, optimizer=Adagrad(0.1)), Table("tag", DIM, optimizer=RowwiseAdagrad(0.1))
+    item, tag = Table("item", DIM, optimizer=Adagrad(0.1)), Table("tag", DIM, optimizer=RowWiseAdagrad(0.1))
     options = {"schedule": schedule, "num_micro_batches": num_micro_batches, "window": window, "check_split": False}
     features = {"items": Sequence(item), "tags": Pooled(tag)}
     return Trainer(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestpipe import Pooled, Sequence, Table
 from nestpipe.embedding.group import FeatureGroups, group_features
-from nestpipe.embedding.optim import SGD, Adagrad, Adam, LearningRate, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, LearningRate, RowOptimizer, RowWiseAdagrad
 
 
 class Own(RowOptimizer):
@@ -39,7 +39,7 @@ def are_one_group(first: RowOptimizer, second: RowOptimizer) -> bool:
     [
         lambda: SGD(0.1, weight_decay=0.5),
         lambda: Adagrad(0.1, 0.2, 1e-9, 0.3),
-        lambda: RowwiseAdagrad(0.1, 0.2),
+        lambda: RowWiseAdagrad(0.1, 0.2),
         lambda: Adam(0.1, (0.8, 0.99), 1e-7),
         lambda: Adam(0.1, [0.8, 0.99]),
         lambda: SGD(halving),
@@ -55,7 +55,7 @@ def test_equal_optimizers_are_one_group(make) -> None:
     [
         (SGD(0.1), SGD(0.2)),
         (SGD(0.1), SGD(0.1, weight_decay=0.1)),
-        (Adagrad(0.1), RowwiseAdagrad(0.1)),
+        (Adagrad(0.1), RowWiseAdagrad(0.1)),
         (Adagrad(0.1), Adagrad(0.1, initial_accumulator=0.1)),
         (Adagrad(0.1), Adagrad(0.1, eps=1e-9)),
         (Adam(0.1), Adam(0.1, (0.9, 0.99))),

@@ -14,7 +14,7 @@ from torch import Tensor
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory, memory_on
-from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows.segments import Segments, make_segments
 
@@ -201,7 +201,7 @@ def test_sum_rows(dim: int, dtype: torch.dtype) -> None:
         assert torch.equal(memory.sum_rows(values, segments), expected)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1, 0.01), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.1)])
+@pytest.mark.parametrize("optimizer", [SGD(0.1, 0.01), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1)])
 def test_update(optimizer: RowOptimizer) -> None:
     """Columns of records, with others beside them. A masked step, which a device alone knows, changes nothing."""
     torch.manual_seed(3)

@@ -6,7 +6,7 @@ Fails, for example, if adam takes the second moment from state + row_stride, or 
 import pytest
 import torch
 
-from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 
 DIM = 37
 
@@ -59,11 +59,11 @@ def test_adam_adds_one_minus_beta_to_one_rounding(beta2: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [Adagrad, RowwiseAdagrad, Adam])
+@pytest.mark.parametrize("kind", [Adagrad, RowWiseAdagrad, Adam])
 def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dtype: torch.dtype) -> None:
     """For gradients of zero, and for gradients whose squares are zero in the dtype.
 
-    Fails if with_divisor of the native library, or masked_fill_ of RowwiseAdagrad, lets zero through.
+    Fails if with_divisor of the native library, or masked_fill_ of RowWiseAdagrad, lets zero through.
     """
     optimizer = kind(0.1, eps=0.0)
     torch.manual_seed(3)

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nestpipe import Batch, Jagged, NonFiniteError, Pooled, Table, Trainer, World
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World
 from nestpipe.distributed import RankError
+from nestpipe.pipelining import NonFiniteError
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 from tests.ranks import run_ranks
 from tests.schedules import OUTER

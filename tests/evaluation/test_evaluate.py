@@ -13,7 +13,7 @@ from torch import nn
 import nestpipe
 from nestpipe import World
 from nestpipe.distributed import RankError
-from nestpipe.recipe.run import ClickMetrics
+from nestpipe.evaluation import ClickMetrics
 from tests.clicks import DATA, batches, make_trainer
 from tests.ranks import run_ranks
 

@@ -41,7 +41,7 @@ def test_nobody_is_nan() -> None:
 
 
 def make_trainer(world: World, model_class=HSTU) -> nestpipe.Trainer:
-    table = nestpipe.Table("item", DIM, optimizer=nestpipe.rows.Adam(0.01, betas=(0.9, 0.98)))
+    table = nestpipe.Table("item", DIM, optimizer=nestpipe.optim.Adam(0.01, betas=(0.9, 0.98)))
     return nestpipe.Trainer(
         model_class(DIM, MAX_LENGTH, dim_qk=4, dim_v=4, num_heads=2, dropout=0.0, negatives_per="sample", seed=4),
         features(table),

@@ -36,7 +36,7 @@ def train_and_save(world: World, path: Path) -> Tensor:
 def test_scores_as_the_trainer_would(size: int, tmp_path: Path) -> None:
     path = tmp_path / "save"
     predictions = [train_and_save(World(), path)] if size == 1 else run_ranks(size, train_and_save, path)
-    scorer = nestpipe.Scorer(model(), features(), path)
+    scorer = nestpipe.evaluation.Scorer(model(), features(), path)
     assert not dist.is_initialized()
     scores = scorer(DATA.samples(UNSEEN, 40))
     assert all(torch.equal(scores, prediction) for prediction in predictions)
@@ -48,10 +48,10 @@ def test_refuses_what_does_not_fit(tmp_path: Path) -> None:
     train_and_save(World(), tmp_path / "save")
     other = {**features(), "c00": nestpipe.Pooled(nestpipe.Table("c00", 4))}
     with pytest.raises(CheckpointError, match="table 'c00': "):
-        nestpipe.Scorer(model(), other, tmp_path / "save")
+        nestpipe.evaluation.Scorer(model(), other, tmp_path / "save")
     with pytest.raises(ValueError, match="Linear has no method predict"):
-        nestpipe.Scorer(nn.Linear(1, 1), features(), tmp_path / "save")
+        nestpipe.evaluation.Scorer(nn.Linear(1, 1), features(), tmp_path / "save")
     file = find_checkpoint(tmp_path / "save") / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="its checksum is not that of the manifest"):
-        nestpipe.Scorer(model(), features(), tmp_path / "save")
+        nestpipe.evaluation.Scorer(model(), features(), tmp_path / "save")

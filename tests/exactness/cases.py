@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nestpipe.data import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import Clustering
-from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from nestpipe.embedding.table import Feature, Pooled, Sequence, Table
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.store import init
@@ -36,7 +36,7 @@ class Momentum(RowOptimizer):
 OPTIMIZERS = {
     "sgd": lambda: SGD(0.5, weight_decay=0.01),
     "adagrad": lambda: Adagrad(0.1, initial_accumulator=0.1),
-    "rowwise_adagrad": lambda: RowwiseAdagrad(0.1, initial_accumulator=0.1),
+    "rowwise_adagrad": lambda: RowWiseAdagrad(0.1, initial_accumulator=0.1),
     "adam": lambda: Adam(lambda step: 0.05 / step**0.5),
     "own": lambda: Momentum(0.1),
 }

@@ -19,15 +19,15 @@ from nestpipe import Batch, Jagged, Pooled, Sequence, Table
 from nestpipe.embedding.cluster import Clustering
 from tests.ranks import run_ranks
 
-optim = getattr(nestpipe, "optim", None) or nestpipe.rows
-RowWiseAdagrad = getattr(optim, "RowWiseAdagrad", None) or optim.RowwiseAdagrad
+optim = getattr(nestpipe, "optim", None) or nestpipe.optim
+RowWiseAdagrad = getattr(optim, "RowWiseAdagrad", None) or optim.RowWiseAdagrad
 
 NUM_STEPS = 7
 BATCH_SIZE = 13
 HUGE_KEYS = (-(2**63), 2**63 - 1, -1, 2**53 + 1)
 
 
-class Momentum(nestpipe.RowOptimizer):
+class Momentum(nestpipe.optim.RowOptimizer):
     """A row optimizer of a user's own."""
 
     def state_width(self, dim: int) -> int:

@@ -8,8 +8,9 @@ out), if rows are shown stale (`stale`), or if `leaving` leaves out a row that l
 import pytest
 from torch import Tensor
 
-from nestpipe import Batch, Jagged, RowOptimizer, Sequence, Table, World, init
+from nestpipe import Batch, Jagged, Sequence, Table, World, init
 from nestpipe.embedding.cluster import GIVEN_ORDER
+from nestpipe.optim import RowOptimizer
 from nestpipe.pipelining import pipeline as pipeline_module
 from nestpipe.pipelining import stages
 from nestpipe.pipelining.pipeline import Pipeline

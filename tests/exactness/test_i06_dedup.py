@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, optim
 from tests.exactness.cases import on_ranks
 from tests.schedules import OUTER
 
@@ -26,7 +26,7 @@ class Weighted(nn.Module):
 
 def train_shared_key(world: World, schedule: str, dim: int) -> dict[str, list[tuple[int, list[float]]]]:
     """Every rank has key 5 in both tables; rank r in r + 1 samples, with factor 1 each, in two micro-batches."""
-    options = {"init": init.Constant(0.0), "optimizer": rows.SGD(1.0), "dtype": torch.float64}
+    options = {"init": init.Constant(0.0), "optimizer": optim.SGD(1.0), "dtype": torch.float64}
     features = {"a": Pooled(Table("A", 2, **options)), "b": Pooled(Table("B", dim, **options))}
     trainer = Trainer(
         Weighted(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, rows
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, optim
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from tests.exactness.cases import on_ranks
 from tests.schedules import OUTER
@@ -33,7 +33,7 @@ class Weighted(nn.Module):
 
 def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]:
     """Every sample has key 5, and each is a micro-batch of its own."""
-    table = Table("A", 1, init=init.Constant(0.0), optimizer=rows.SGD(1.0))
+    table = Table("A", 1, init=init.Constant(0.0), optimizer=optim.SGD(1.0))
     trainer = Trainer(
         Weighted(),
         {"a": Pooled(table)},

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestpipe import DenseReducer, NonFiniteError, World
+from nestpipe import DenseReducer, World
+from nestpipe.pipelining import NonFiniteError
 from tests.exactness.cases import GLOBAL_BATCH, Case, SmallModel, global_batches, make_trainer
 from tests.ranks import run_ranks
 

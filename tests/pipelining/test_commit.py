@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nestpipe import Batch, DenseReducer, Step, World
+from nestpipe import Batch, DenseReducer, World
 from nestpipe.distributed import Channel
+from nestpipe.pipelining import Step
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.train.digest import digest
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import nestpipe
-from nestpipe import Batch, Jagged, Pooled, RowOptimizer, Table, Trainer, World, init, rows
+from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, optim
+from nestpipe.optim import RowOptimizer
 from nestpipe.train.checkpoint import CheckpointError
 from tests.exactness.cases import (
     Case,
@@ -125,7 +126,7 @@ def test_an_update_that_fails_halfway(schedule: str, tmp_path) -> None:
     """Table a has been updated when that of table b fails, and so have the dense parameters. The trainer says so until
     a checkpoint is loaded."""
     features = {
-        "a": Pooled(Table("a", 2, init=init.Constant(1.0), optimizer=rows.SGD(0.1))),
+        "a": Pooled(Table("a", 2, init=init.Constant(1.0), optimizer=optim.SGD(0.1))),
         "b": Pooled(Table("b", 2, init=init.Constant(1.0), optimizer=Raising(0.1))),
     }
     keys = Jagged.from_lists([[1], [2], [3]])

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import nestpipe
-from nestpipe import Batch, NonFiniteError, World
+from nestpipe import Batch, World
 from nestpipe.distributed import RankError
+from nestpipe.pipelining import NonFiniteError
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 from tests.exactness.cases import (
     Case,

@@ -152,10 +152,17 @@ def test_rows_of_histories_change_as_the_dense_part_does(kind: str) -> None:
     assert (rows.kind, rows.lr) == ("sgd", 1.0)
 
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+
+
 def values_of(hint: Any, key: Key) -> st.SearchStrategy[Any]:
     """Any value that the limits of a key permit."""
-    if key.choices:
-        values: st.SearchStrategy[Any] = st.sampled_from(key.choices)
+    names = key.choices if key.registry is None else key.registry.names()
+    if "Mapping" in str(hint):
+        plain = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
+        return st.dictionaries(TEXT, st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner)))
+    if "tuple" not in str(hint) and names:
+        values: st.SearchStrategy[Any] = st.sampled_from(names)
     elif "tuple" in str(hint):
         element, *others = get_args(get_args(hint)[0] if "None" in str(hint) else hint)
         length = None if others == [...] else 1 + len(others)
@@ -169,7 +176,7 @@ def values_of(hint: Any, key: Key) -> st.SearchStrategy[Any]:
     elif "bool" in str(hint):
         values = st.booleans()
     else:
-        values = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+        values = TEXT
     return st.none() | values if "None" in str(hint) else values
 
 
@@ -216,8 +223,8 @@ def test_describe_lists_every_key() -> None:
     assert set(lines) == expected
     assert all(text for rest in lines.values() for text in rest)
     assert lines["train.steps"] == ["integer, at least 0", "300", "steps to train"]
-    assert lines["data.num_samples"] == ["integer, at least 1", "not set", "samples in all; not set: endless"]
-    assert lines["tables.name"] == ["string", "required", "of a table of the data"]
+    assert lines["data.num_samples"] == ["integer, at least 1", "not set", "number of samples; not set: endless"]
+    assert lines["tables.name"] == ["string", "required", "name of a table of the data"]
     assert lines["exchange.window"][:2] == ['"once" | "resend"', '"once"']
     assert lines["row_optimizer.betas"][:2] == ["list of 2 numbers, at least 0 and below 1", "not set"]
     assert lines["train.deterministic"][:2] == ["true or false", "true"]

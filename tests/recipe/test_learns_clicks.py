@@ -17,7 +17,7 @@ DIM = 8
 
 def test_learns_most_of_what_can_be_known() -> None:
     data = ClickData(seed=1, scale=0.01)
-    row_optimizer = nestpipe.rows.Adagrad(lr=0.1)
+    row_optimizer = nestpipe.optim.Adagrad(lr=0.1)
     features = {
         name: nestpipe.Pooled(nestpipe.Table(name, DIM, optimizer=row_optimizer)) for name in data.feature_names
     }

@@ -12,7 +12,6 @@ from nestpipe.data.files.prepared import read_prepared
 from nestpipe.datasets.generate import generate
 from nestpipe.datasets.prepare import prepare
 from nestpipe.distributed import World
-from nestpipe.recipe.config import PREPARED
 from nestpipe.recipe.run import run
 from nestpipe.recipe.text import load_config
 
@@ -40,7 +39,7 @@ KINDS = {path.stem: load_config(path).data.kind for path in sorted(RECIPES.glob(
 CASES = [
     pytest.param(recipe, source, marks=[] if recipe in FAST else pytest.mark.slow, id=f"{recipe}-{source}")
     for recipe, source in [*KINDS.items(), ("hstu-kuairand-27k", "kuairand-pure")]
-    if source in PREPARED
+    if source in FILES
 ]
 
 

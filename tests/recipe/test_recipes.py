@@ -16,11 +16,10 @@ from nestpipe.data.synthetic.histories import HistoryShape
 from nestpipe.distributed import World
 from nestpipe.embedding.optim import Adam
 from nestpipe.models import DLRM, HSTU, FuXi
-from nestpipe.recipe.build import build
-from nestpipe.recipe.build_data import build_histories
-from nestpipe.recipe.build_files import evaluated_split
-from nestpipe.recipe.config import PREPARED_CLICKS, PREPARED_HISTORIES, Config, HistoriesSection, TableSection
+from nestpipe.recipe.build import build, build_source
+from nestpipe.recipe.config import Config, HistoriesSection, TableSection
 from nestpipe.recipe.run import evaluate_saved, run
+from nestpipe.recipe.sources.synthetic import SyntheticHistories
 from nestpipe.recipe.text import load_config
 from nestpipe.recipe.value import ConfigError
 from nestpipe.store.init import TruncatedNormal
@@ -28,6 +27,9 @@ from tests.files import write_clicks, write_histories
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TO_TRAIN = [path for path in RECIPES if path.stem.endswith(("-histories", "-consistency"))]
+
+PREPARED_HISTORIES = ("movielens-1m", "movielens-20m", "kuairand-27k", "kuairand-1k", "kuairand-pure")
+PREPARED_CLICKS = ("criteo-kaggle", "criteo-terabyte")
 
 # max_length, batch, dim, layers, heads, dim_qk, dim_v, dropout, ffn
 PUBLISHED = {
@@ -170,7 +172,7 @@ def test_what_is_built(path: Path) -> None:
 
 def test_defaults_of_histories_are_those_of_the_generator() -> None:
     config = replace(recipe("hstu-histories"), histories=HistoriesSection())
-    assert build_histories(config, None).shape == HistoryShape(max_length=config.model.max_length)
+    assert SyntheticHistories(config).histories(None).shape == HistoryShape(max_length=config.model.max_length)
 
 
 def test_dlrm_recipes() -> None:
@@ -191,7 +193,7 @@ def test_tables_of_histories() -> None:
 
 
 def test_a_model_is_not_chosen_by_the_test(folders: Path, tmp_path: Path) -> None:
-    """Fails if evaluated_split does not ask whether the run chooses; the saved model can be evaluated on either."""
+    """Fails if PreparedHistories does not ask whether the run chooses; the saved model can be evaluated on either."""
     path = f"data.path={folders / 'movielens-1m'}"
     every, best = "evaluate.every=1", f"checkpoint.best={tmp_path / 'best'}"
     for settings in ((every, "evaluate.patience=1"), (every, best)):
@@ -206,7 +208,7 @@ def test_a_model_is_not_chosen_by_the_test(folders: Path, tmp_path: Path) -> Non
     assert (validation["split"], test["split"]) == ("validation", "test")
     assert validation["metrics"]["loss"] == chosen["validations"][0]["loss"]
     assert validation["metrics"] != test["metrics"]
-    assert evaluated_split(small_recipe(path, every)) == "test"
+    assert build_source(small_recipe(path, every)).split == "test"
     shown = io.StringIO()
     show_summary(chosen, Console(file=shown, width=120))
     assert "evaluated on the validation, not the test: nestpipe evaluate FOLDER" in shown.getvalue()

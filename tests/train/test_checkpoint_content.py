@@ -150,7 +150,7 @@ def test_max_rows_may_change(tmp_path: Path) -> None:
         (lambda: make(optimizer=torch.optim.AdamW), "the dense optimizer is Adam in the checkpoint, AdamW here"),
         (lambda: make(optimizer=torch.optim.SGD), "the dense optimizer is Adam in the checkpoint, SGD here"),
         (lambda: make(row_optimizer=Momentum(0.1)), "row_optimizer is adagrad in the checkpoint, momentum here"),
-        (lambda: make(row_optimizer=nestpipe.rows.SGD(0.1)), "state_width is 4 in the checkpoint, 0 here"),
+        (lambda: make(row_optimizer=nestpipe.optim.SGD(0.1)), "state_width is 4 in the checkpoint, 0 here"),
         (lambda: make(width=3), "size mismatch for scale"),
         (lambda: make(seed=1), "seed is 0 in the checkpoint, 1 here"),
     ],

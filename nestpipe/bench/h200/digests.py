@@ -9,7 +9,7 @@ import torch
 from nestpipe.bench.h200.data import Repeating, Shape, make_batches
 from nestpipe.bench.harness.report import Record
 from nestpipe.distributed import World
-from nestpipe.embedding.optim import RowwiseAdagrad
+from nestpipe.embedding.optim import RowWiseAdagrad
 from nestpipe.embedding.table import Sequence, Table
 from nestpipe.models import HSTU
 from nestpipe.pipelining.schedule import SCHEDULES
@@ -47,7 +47,7 @@ def digest_records(world: World, quick: bool) -> Iterator[Record]:
 
 
 def _digest(world: World, shape: Shape, steps: int, schedule: str, dtype: str) -> str:
-    table = Table("item", DIM, optimizer=RowwiseAdagrad(0.01))
+    table = Table("item", DIM, optimizer=RowWiseAdagrad(0.01))
     width = DIM // NUM_HEADS
     model = HSTU(DIM, shape.length, 2, NUM_HEADS, width, width, dropout=0.1, negatives_per="sample").to(world.device)
     trainer = Trainer(

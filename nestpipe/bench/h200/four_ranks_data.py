@@ -11,7 +11,7 @@ from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.features import SequenceEmbedding
 from nestpipe.embedding.group import group_features
-from nestpipe.embedding.optim import Adam, RowOptimizer, RowwiseAdagrad
+from nestpipe.embedding.optim import Adam, RowOptimizer, RowWiseAdagrad
 from nestpipe.embedding.plan import requester_lists
 from nestpipe.embedding.table import Feature, Sequence, Table
 from nestpipe.store import HostStore, group_by_owner
@@ -19,7 +19,7 @@ from nestpipe.store import HostStore, group_by_owner
 SEED = 1
 FEATURE, TABLE = "history", "item"
 FILL_ROWS = 50_000
-OPTIMIZERS: dict[str, RowOptimizer] = {"adam": Adam(1e-4), "rowwise_adagrad": RowwiseAdagrad(1e-3)}
+OPTIMIZERS: dict[str, RowOptimizer] = {"adam": Adam(1e-4), "rowwise_adagrad": RowWiseAdagrad(1e-3)}
 
 
 def make_features(recipe: Recipe) -> dict[str, Feature]:

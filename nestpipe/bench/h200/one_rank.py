@@ -24,7 +24,7 @@ from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import memory_on
-from nestpipe.embedding.optim import RowwiseAdagrad
+from nestpipe.embedding.optim import RowWiseAdagrad
 from nestpipe.embedding.table import Feature, Sequence, Table
 from nestpipe.models import HSTU
 from nestpipe.pipelining.stage import STAGES
@@ -83,7 +83,7 @@ def records(world: World, quick: bool) -> Iterator[Record]:
 
 
 def features_of(dim: int) -> dict[str, Feature]:
-    table = Table("item", dim, optimizer=RowwiseAdagrad(0.01))
+    table = Table("item", dim, optimizer=RowWiseAdagrad(0.01))
     return {name: Sequence(table) for name in ("history", "target", "negatives")}
 
 

@@ -21,8 +21,7 @@ from nestpipe.bench.harness.report import Record
 from nestpipe.bench.reader.data import write_clicks, write_histories
 from nestpipe.data.dataset import Batches
 from nestpipe.distributed import World
-from nestpipe.recipe.build import build
-from nestpipe.recipe.build_data import training_data
+from nestpipe.recipe.build import build, build_source
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.text import change_config, load_config
 from nestpipe.store.cores import usable_cores
@@ -65,7 +64,9 @@ def measure(data: str, training: Config, reading: Config, num_steps: int, num_pa
     num_read: list[int] = []
 
     def read() -> None:
-        num_read.append(sum(len(batch) for batch in Batches(training_data(reading), reading.train.batch_size)))
+        num_read.append(
+            sum(len(batch) for batch in Batches(build_source(reading).training(), reading.train.batch_size))
+        )
 
     seconds = compare(
         lambda: on_one_core(core, read), lambda: this_run.trainer.fit(this_run.batches, num_steps), num_pairs

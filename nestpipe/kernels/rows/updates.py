@@ -1,4 +1,4 @@
-"""Row optimizers on rows in device memory, in place; the formulas are those of `nestpipe.rows`.
+"""Row optimizers on rows in device memory, in place; the formulas are those of `nestpipe.optim`.
 
 rows [n, dim] and state are columns of one array of records; gradient is [n, dim]. is_masked is one bool or int32 in
 device memory: where it is true, the step does not count and nothing changes.

@@ -149,7 +149,9 @@ def test_same_bits_as_the_native_library(name: str, dtype: torch.dtype, device: 
     """Fails if one of them, alone, takes 1 - beta in the rows' dtype."""
     records, g = drawn(name, 50, 33, dtype)
     there = records.to(device)
-    optimizer = nestpipe.rows.Adagrad(LR, eps=EPS) if name == "adagrad" else nestpipe.rows.Adam(LR, (BETA1, BETA2), EPS)
+    optimizer = (
+        nestpipe.optim.Adagrad(LR, eps=EPS) if name == "adagrad" else nestpipe.optim.Adam(LR, (BETA1, BETA2), EPS)
+    )
     masked = torch.tensor(False, device=device)
     for step in (1, 2, 3):
         optimizer.apply(records[:, :33], records[:, 33:], g, step)
@@ -167,10 +169,10 @@ def test_no_rows(name: str, device: torch.device) -> None:
 def test_as_the_row_optimizers(dtype: torch.dtype, device: torch.device) -> None:
     """Which work in host memory, with an order of their own."""
     optimizers = {
-        "sgd": nestpipe.rows.SGD(LR),
-        "adagrad": nestpipe.rows.Adagrad(LR, eps=EPS),
-        "rowwise_adagrad": nestpipe.rows.RowwiseAdagrad(LR, eps=EPS),
-        "adam": nestpipe.rows.Adam(LR, (BETA1, BETA2), EPS),
+        "sgd": nestpipe.optim.SGD(LR),
+        "adagrad": nestpipe.optim.Adagrad(LR, eps=EPS),
+        "rowwise_adagrad": nestpipe.optim.RowWiseAdagrad(LR, eps=EPS),
+        "adam": nestpipe.optim.Adam(LR, (BETA1, BETA2), EPS),
     }
     for name, optimizer in optimizers.items():
         records, g = drawn(name, 50, 20, dtype)
