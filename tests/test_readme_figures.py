@@ -1,128 +1,122 @@
-"""The README's figures of models: those of the result files, which are of whole runs."""
+"""The figures in the documents are those of benchmarks/results; sentences may say what they like.
+
+A table is checked if one of its cells names a result file. Code spans say which records a number comes from:
+
+    | `store.json` `dim=64`                 | one thread `threads=1` | two threads `threads=2` |
+    | ------------------------------------- | ---------------------- | ----------------------- |
+    | how fast it is, `gather_vs_index_select` | 0.98                | 1.05                    |
+
+A number belongs to the file, the field and the conditions that stand in the first cell of the header, in the header of
+its column, and in its row. All records that have the field and meet the conditions must show this number.
+"""
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.test_repository import ROOT, results
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NUMBER = re.compile(r"(-?[\d,]+(?:\.(\d+))?)(?: (\S+))?")
+UNITS = {"": 1, "ms": 1, "s": 1, "bytes": 1, "steps": 1, "KiB": 2**10, "GB": 10**9}
 
-README = ROOT / "README.md"
-NAMES = {"hstu": "HSTU", "fuxi": "FuXi"}
-LENGTHS = (512, 1024, 2048)
-WAYS = (("inter", 1), ("nested", 8), ("intra", 8))
+Table = list[list[str]]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)
+@dataclass(frozen=True)
+class Source:
+    """Where a number comes from: what the code spans around it say."""
+
+    files: tuple[str, ...]
+    words: tuple[str, ...]
+    """one of them is a field of the file's records"""
+    conditions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, cells: list[str]) -> "Source":
+        spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+        conditions = [match.groups() for span in spans if (match := re.fullmatch(r"(\w+)=(\S+)", span))]
+        files = tuple(span for span in spans if span.endswith(".json"))
+        words = tuple(span for span in spans if re.fullmatch(r"\w+", span))
+        return cls(files, words, tuple((name, value) for name, value in conditions))
+
+    def values(self) -> list[float]:
+        """Returns the numbers of all records that match; none unless one file and one field are named."""
+        if len(self.files) != 1:
+            return []
+        records = json.loads((RESULTS / self.files[0]).read_text())["records"]
+        fields = [word for word in self.words if any(word in record for record in records)]
+        matching = [r for r in records if all(str(r.get(name)) == value for name, value in self.conditions)]
+        return [record[fields[0]] for record in matching if fields[0] in record] if len(fields) == 1 else []
+
+
+def tables(text: str) -> Iterator[Table]:
+    for block in re.findall(r"^\|.*\|\n\|[ |:-]+\|\n(?:\|.*\|\n?)+", text, re.MULTILINE):
+        header, _, *rows = block.strip().splitlines()
+        yield [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *rows)]
+
+
+def names_a_result(table: Table) -> bool:
+    return any(Source.of(row).files for row in table)
+
+
+def mistakes(table: Table) -> list[str]:
+    """Returns what is wrong in a table, a line for each number."""
+    header, *rows = table
+    wrong = []
+    for row in rows:
+        for column, cell in enumerate(row[1:], 1):
+            if cell and "`" not in cell:
+                source = Source.of([header[0], header[column], *row])
+                if not is_shown(cell, source):
+                    wrong.append(f"{row[0]} | {cell}: {source}")
+    return wrong
+
+
+def is_shown(cell: str, source: Source) -> bool:
+    number = NUMBER.fullmatch(cell)
+    if number is None or (number[3] or "") not in UNITS:
+        return False
+    unit, decimals = UNITS[number[3] or ""], len(number[2] or "")
+    return {f"{value / unit:,.{decimals}f}" for value in source.values()} == {number[1]}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_figures_are_those_of_the_results(document: Path) -> None:
+    checked = [table for table in tables(document.read_text()) if names_a_result(table)]
+    assert [line for table in checked for line in mistakes(table)] == []
+
+
+def test_the_readme_has_no_other_figures() -> None:
+    readme = list(tables((ROOT / "README.md").read_text()))
+    assert len(readme) > 0
+    assert [table[0] for table in readme if not names_a_result(table)] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "is_right"),
+    [
+        ("| gather, `gather_vs_index_select` `dim=64` `ranks=1` | 0.98 | 1.05 |", True),
+        ("| gather, `gather_vs_index_select` `dim=64` `ranks=1` | 0.98 | |", True),
+        ("| gather, `gather_vs_index_select` `dim=64` `ranks=1` | 0.99 | 1.05 |", False),
+        ("| gather, `gather_vs_index_select` `dim=64` | 0.98 | 1.05 |", False),
+        ("| gather, `gather_vs_index_select` `dim=65` `ranks=1` | 0.98 | 1.05 |", False),
+        ("| gather `dim=64` `ranks=1` | 0.98 | 1.05 |", False),
+        ("| memory, `overhead_bytes_per_row` | | 31.3 bytes |", True),
+        ("| memory, `overhead_bytes_per_row` | | 31.3 miles |", False),
+    ],
+)
+def test_a_wrong_figure_is_found(row: str, is_right: bool) -> None:
+    """On rows that are right, wrong, of several records, of none, and without a field or a known unit."""
+    text = f"| `store.json` | `threads=1` | `threads=2` |\n| --- | --- | --- |\n{row}\n"
+    ((header, *rows),) = tables(text)
+    assert (mistakes([header, *rows]) == []) is is_right
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.name)
 def test_results_are_of_whole_runs(file: Path) -> None:
     assert json.loads(file.read_text())["quick"] is False
-
-
-def test_readme_figures_of_learning() -> None:
-    """Row by row: who ranks how well, the ratios that have targets, and what training took."""
-    readme = README.read_text()
-    records = {r["model"]: r for r in results("learning.json")}
-    assert set(records) == set(NAMES)
-    for model, r in records.items():
-        rates = [r[field] for field in ("hr_10", "popularity_hr_10", "bigram_hr_10", "oracle_hr_10")]
-        ratios = [r[f"hr10_vs_{other}"] for other in ("popularity", "bigram", "oracle")]
-        cells = [*(f"{rate:.3f}" for rate in rates), *(f"{ratio:.2f}" for ratio in ratios)]
-        row = f"| {NAMES[model]} | {' | '.join(cells)} | {r['steps']:,} steps, {r['seconds']:.0f} s |"
-        assert row in readme, row
-    hstu, fuxi = records["hstu"], records["fuxi"]
-    for text in (
-        f"one rank, {hstu['threads']} threads, on synthetic histories",
-        f"targets of {hstu['num_held_out']:,} held-out users are ranked among {hstu['num_items']:,} items",
-        f"differs by {hstu['loss_difference']:.1g} (HSTU) and {fuxi['loss_difference']:.1g} (FuXi) of it",
-    ):
-        assert text in readme.replace("\n", " "), text
-
-
-def test_readme_figures_of_attention() -> None:
-    readme = README.read_text()
-    records = {(r["method"], r["form"], r["length"]): r for r in results("attention.json")}
-    assert {length for *_, length in records} == set(LENGTHS)
-    for method, name in NAMES.items():
-        for form in ("blocked", "plain"):
-            bytes_a_token = [records[method, form, length]["peak_bytes_per_token"] for length in LENGTHS]
-            cells = " | ".join(f"{value / 1024:.1f}" for value in bytes_a_token)
-            assert f"| {name}, {form}, KiB a token | {cells} |" in readme
-        speeds = [records[method, "blocked", length]["speed_vs_plain"] for length in LENGTHS]
-        assert f"| {name}, speed | {' | '.join(f'{speed:.2f}' for speed in speeds)} |" in readme
-    hstu, fuxi = (records[method, "blocked", 2048] for method in NAMES)
-    growth = [r["peak_bytes_per_token_vs_512"] for r in (hstu, fuxi)]
-    for text in (
-        f"attention on {hstu['num_tokens']:,} tokens, one thread",
-        f"the median of {hstu['num_pairs']} pairs",
-        f"needs {growth[0]:.2f} (HSTU) and {growth[1]:.2f} (FuXi) times the memory",
-    ):
-        assert text in readme.replace("\n", " "), text
-
-
-def test_readme_figures_of_data() -> None:
-    readme = README.read_text().replace("\n", " ")
-    prepared, killed = results("prepare.json")
-    clicks, histories = results("reader.json")
-    for text in (
-        f"re-indexed at {prepared['prepare_vs_read']:.2f} of the speed",
-        f"in at most {prepared['peak_rss_bytes'] / 1e9:.2f} GB; killed {killed['num_killed']} times",
-        f"reads {clicks['reader_vs_demo']:.0f} times the clicks",
-        f"{histories['reader_vs_demo']:.0f} times the histories",
-    ):
-        assert text in readme, text
-
-
-def test_readme_figures_of_an_accelerator() -> None:
-    readme = README.read_text().replace("\n", " ")
-    records = {(r["schedule"], r["num_distinct"]): r for r in results("h200-one-rank.json") if "num_distinct" in r}
-    serial, inter, nested = (records[schedule, 240_000] for schedule in ("serial", "inter", "nested"))
-    ratios = [
-        f"{records['nested', num_distinct]['step_over_dense_only']:.3f} and "
-        f"{records['nested', num_distinct]['step_over_dense_unsplit']:.3f}"
-        for num_distinct in (240_000, 120_000)
-    ]
-    models = {(r["model"], r["schedule"]): r for r in results("h200-models.json")}
-    of_models = [nested, models["dlrm", "nested"], models["multi-hot-sgd", "nested"]]
-    rows = [
-        f"| {r['dense_unsplit_ms']:.1f} | {r['step_ms']:.1f} | {r['step_over_dense_unsplit']:.2f} |" for r in of_models
-    ]
-    stages = {name: value for record in results("h200-stages.json") for name, value in record.items()}
-    for text in (
-        *rows,
-        f"in the same 8 micro-batches it is {nested['step_over_dense_only']:.3f}.",
-        f"takes {serial['step_ms']:.0f} ms in serial, {inter['step_ms']:.0f} in inter,",
-        f"{nested['step_ms']:.0f} in nested; the dense model alone takes {nested['dense_only_ms']:.0f} in the same",
-        f"8 micro-batches and {nested['dense_unsplit_ms']:.0f} unsplit.",
-        f"Nested takes {ratios[0]} times as long, with 120,000 rows {ratios[1]};",
-        f"inter hides {inter['lookup_hidden_fraction']:.3f} of the lookup.",
-        f"rows are retrieved at {stages['retrieve_vs_ceiling']:.2f} and",
-        f"written back at {stages['write_back_vs_ceiling']:.2f} of",
-        f"copied at {stages['overlap_sync_vs_copy']:.2f} of a plain copy's",
-    ):
-        assert text in readme, text
-
-
-def test_readme_figures_of_ranks_on_one_accelerator() -> None:
-    readme = README.read_text().replace("\n", " ")
-    records = {
-        (r["recipe"], r["schedule"], r["num_micro_batches"]): r
-        for r in results("h200-four-ranks.json")
-        if "schedule" in r and "recipe" in r
-    }
-    covered = [records["covered", schedule, 8] for schedule in ("nested", "intra")]
-    waits = [f"{r['exposed_exchange_fraction']:.3f}" for r in covered]
-    paid = [f"{r['exposed_exchange_end_to_end']:.2f}" for r in covered]
-    slower = [f"{r['dense_slowdown']:.2f}" for r in covered]
-    floor = (covered[0]["head_share"] + covered[0]["tail_share"]) / 2
-    serial, pipelined = records["published", "serial", 1], records["published", "nested", 8]
-    faster = [f"{records['published', *way]['speedup_vs_serial']:.2f}" for way in WAYS]
-    for text in (
-        f"nested waits for {waits[0]} of it and intra for {waits[1]};",
-        f"the first rows and the last gradients, {floor:.3f}, have nothing to hide behind",
-        f"End to end {paid[0]} and {paid[1]} of it",
-        f"the dense part takes {slower[0]} and {slower[1]} times as long beside it",
-        f"Where lookup takes {serial['lookup_share']:.2f} and exchange {serial['exchange_share']:.2f} of serial's step",
-        f"inter is {faster[0]} times as fast as serial, nested {faster[1]} (published: 3.06), intra {faster[2]}",
-        f"nested's dense part takes {pipelined['dense_slowdown']:.2f} times as long;",
-    ):
-        assert text in readme, text

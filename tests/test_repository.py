@@ -1,7 +1,6 @@
 """The repository keeps its own rules: import directions, small files, documents that agree with the code."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
@@ -109,83 +108,3 @@ def test_versions_agree() -> None:
     import nestpipe
 
     assert f"## {nestpipe.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def results(name: str) -> list[dict[str, float]]:
-    records = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["records"]
-    assert isinstance(records, list)
-    return records
-
-
-def test_readme_figures_are_those_of_the_results() -> None:
-    """Line by line: what is measured, on both machines, with 1 and with 2 threads."""
-    readme = (ROOT / "README.md").read_text()
-    machines = [results("store.json"), results("store-h200-host.json")]
-
-    def figures(field: str, **where: object) -> str:
-        chosen = [
-            [r[field] for r in records if field in r and all(r.get(k) == v for k, v in where.items())]
-            for records in machines
-        ]
-        assert [len(of_machine) for of_machine in chosen] == [2, 2]
-        return " | ".join(f"{value:.2f}" for of_machine in chosen for value in of_machine)
-
-    for dim, ranks, what in ((64, 1, "dim 64"), (128, 1, "dim 128"), (64, 8, "dim 64, keys of one rank of 8")):
-        where = {"dim": dim, "ranks": ranks}
-        assert f"| gather, {what} | {figures('gather_vs_index_select', **where)} |" in readme
-        assert f"| scatter, {what} | {figures('scatter_vs_index_copy', **where)} |" in readme
-    for method, what in (("zipf_1.05", "Zipf 1.05"), ("random", "random")):
-        assert f"| unique, 1M {what} keys | {figures('unique_vs_torch', method=method)} |" in readme
-    for field, text in (
-        ("growth_slowdown", "{:.2f} and {:.2f} times"),
-        ("overhead_bytes_per_row", "{:.1f} and {:.1f} resident"),
-    ):
-        values = [next(r[field] for r in records if field in r) for records in machines]
-        assert text.format(*values) in readme
-
-
-def test_readme_figures_of_whole_steps() -> None:
-    readme = (ROOT / "README.md").read_text()
-    schedules = results("schedules.json")
-    hidden = {r["schedule"]: r for r in schedules if "lookup_hidden_fraction" in r}
-    inter, nested = hidden["inter"], hidden["nested"]
-    (serial,) = [r for r in schedules if "lookup_share" in r]
-    (overhead,) = [r for r in schedules if "overhead_vs_serial" in r]
-    traffic = [r["host_traffic_vs_serial"] for r in schedules if "host_traffic_vs_serial" in r]
-    adagrad, adam = results("plain.json")
-    for text in (
-        f"{serial['lookup_share']:.2f} of a serial step is waiting for the store;",
-        f"inter hides {inter['lookup_hidden_fraction']:.2f} of that wait,",
-        f"and {inter['lookup_hidden_end_to_end']:.2f} of it end to end.",
-        f"A step is {inter['speedup_vs_serial']:.2f} times as fast",
-        f"takes {inter['dense_slowdown']:.2f} times as long",
-        f"Nested hides {nested['lookup_hidden_fraction']:.2f}, and a step is {nested['speedup_vs_serial']:.2f} times",
-        f"there remain {traffic[0]:.2f}, {traffic[1]:.2f} and {traffic[2]:.2f} when",
-        f"nested takes {overhead['overhead_vs_serial']:.3f} of serial's time",
-        f"is {adagrad['embedding_speed_vs_plain']:.2f} and {adam['embedding_speed_vs_plain']:.2f} times",
-        f"step {adagrad['speed_vs_plain']:.2f} and {adam['speed_vs_plain']:.2f} times faster",
-    ):
-        assert text in readme.replace("\n", " "), text
-
-
-def test_readme_figures_of_exchanges() -> None:
-    readme = (ROOT / "README.md").read_text()
-    network = [r for r in results("network.json") if r.get("window") == "once"]
-    paced = {r["schedule"]: r for r in network if "exposed_exchange_fraction" in r}
-    intra, nested = paced["intra"], paced["nested"]
-    (real,) = [r for r in network if r["schedule"] == "nested" and r["compute"] == "real"]
-    exposed = [r["exposed_over_two_exchanges"] for r in results("overlap.json") if r["schedule"] == "nested"]
-    clusters = {(r["data"], r["method"]): r for r in results("cluster.json") if r["num_micro_batches"] == 8}
-    spectral, given = ([clusters[data, method] for data in ("seq", "ctr")] for method in ("spectral", "none"))
-    for text in (
-        f"intra leaves {intra['exposed_exchange_fraction']:.3f} and nested {nested['exposed_exchange_fraction']:.3f}",
-        f"({(nested['head_share'] + nested['tail_share']) / 2:.3f} is the least:",
-        " and ".join(f"{r['exposed_exchange_end_to_end']:.3f}" for r in (intra, nested)) + " end to end",
-        f"nested is {nested['speedup_vs_serial']:.2f} times as fast, {nested['speedup_vs_allowed']:.2f} of what",
-        f"nested is {real['real_speedup_vs_serial']:.2f} times as fast.",
-        f"exposes {exposed[0]:.2f}, {exposed[1]:.2f} and {exposed[2]:.2f} times two of them",
-        f"uses {spectral[0]['head_share']:.3f} (2,048 sequences) and {spectral[1]['head_share']:.3f} (16,384 clicks)",
-        f"{given[0]['head_share']:.3f} and {given[1]['head_share']:.3f} in the given order",
-        f"takes {spectral[0]['cluster_ms']:.1f} and {spectral[1]['cluster_ms']:.1f} ms of one thread",
-    ):
-        assert text in readme.replace("\n", " "), text
