@@ -1,4 +1,4 @@
-"""Builds the native library into the package, for wheels and editable installs alike."""
+"""Builds the native library into the package, for wheels and editable installs."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ class NativeBuildHook(BuildHookInterface):
         subprocess.run(["cmake", "-S", str(root), "-B", str(build)], check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel"], check=True)
         build_data["artifacts"].append(LIBRARY)
-        # The library links neither Python nor torch: one wheel serves every Python 3 of the platform.
+        # The library links neither Python nor torch, so one wheel serves every Python 3 of the platform.
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False
