@@ -48,7 +48,6 @@ def test_constraints_pin_every_dependency() -> None:
 
 def test_preparing_data_without_duckdb_names_the_extra(tmp_path: Path) -> None:
     """Fails if a module of the command line imports DuckDB, or if the message does not say how to install it."""
-
     generate("movielens", tmp_path / "raw", 1000)
     command = [sys.executable, "-c", WITHOUT_DUCKDB, "data", "prepare", "movielens", "raw", "prepared"]
     prepared = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
