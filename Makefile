@@ -1,20 +1,20 @@
-# Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
+# All targets use .venv. The first target that needs it creates it. `make help` lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 JOBS := $(shell nproc)
-IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many wait for processes that they start
+IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many tests wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help demo install native native-test test test-slow check lint asan tsan bench clean
+.PHONY: help demo install native native-test test test-slow check lint asan tsan bench wheel clean
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
-demo: install native ## train a DLRM on synthetic clicks with two ranks, from a fresh clone in minutes
+demo: install native ## train a DLRM on synthetic clicks with two ranks; takes minutes from a fresh clone
 	$(BIN)/nestpipe train --ranks 2
 
-install: .venv/installed ## create .venv and install the package, its dependencies and the tools
+install: .venv/installed ## create .venv with the package, its dependencies and the development tools
 
 .venv/installed: pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv .venv
@@ -22,41 +22,41 @@ install: .venv/installed ## create .venv and install the package, its dependenci
 	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
 	@touch $@
 
-native: ## build the native library into the source tree (cmake and a C++17 compiler, no pip)
+native: ## build the native library into the source tree; needs cmake and a C++17 compiler, not pip
 	@cmake -S . -B build/native -DNESTPIPE_TESTS=ON >/dev/null
 	@cmake --build build/native --parallel $(JOBS) --target nestpipe
 
-native-test: native ## the native tests, without sanitizers
+native-test: native ## run the native tests without sanitizers
 	@cmake --build build/native --parallel $(JOBS)
 	ctest --test-dir build/native --output-on-failure
 
-test: install native-test ## the tests, except those marked slow
+test: install native-test ## run all tests except those marked slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)
 	$(BIN)/python -m pytest -m 'not slow and alone'
 
-test-slow: install native-test ## all tests, the slow ones included
+test-slow: install native-test ## run all tests, the slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not alone' $(IN_PARALLEL)
 	$(BIN)/python -m pytest -m alone
 
-check: install lint asan tsan ## formatting, types, and the native tests under the sanitizers
+check: install lint asan tsan ## check formatting and types, and run the native tests under the sanitizers
 
-lint: install
+lint: install ## check formatting and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
-asan: ## native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S . -B build/asan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=address,undefined >/dev/null
 	@cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure
 
-tsan: ## native tests under ThreadSanitizer
+tsan: ## run the native tests under ThreadSanitizer
 	@cmake -S . -B build/tsan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=thread >/dev/null
 	@cmake --build build/tsan --parallel $(JOBS)
 	ctest --test-dir build/tsan --output-on-failure
 
-bench: install native ## every benchmark against its targets; wants an idle machine
+bench: install native ## run every benchmark and check its targets; needs an idle machine
 	$(BIN)/nestpipe bench store --json benchmarks/results/store.json --check
 	$(BIN)/nestpipe bench plain --json benchmarks/results/plain.json --check
 	$(BIN)/nestpipe bench scale --json benchmarks/results/scale.json --check
@@ -70,5 +70,8 @@ bench: install native ## every benchmark against its targets; wants an idle mach
 	$(BIN)/nestpipe bench prepare --rows 20000000 --json benchmarks/results/prepare.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
 
-clean: ## remove what was built, the environment included
-	rm -rf .venv build nestpipe/store/native/*.so
+wheel: install ## build the wheel and the source distribution into dist/
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .
+
+clean: ## remove everything that was built, and .venv
+	rm -rf .venv build dist nestpipe/store/native/*.so

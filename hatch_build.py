@@ -1,5 +1,6 @@
-"""Builds the native library into the package, for wheels and editable installs alike."""
+"""Builds the native library into the package, for wheels and editable installs."""
 
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -19,9 +20,9 @@ class NativeBuildHook(BuildHookInterface):
         root = Path(self.root)
         build = root / "build" / "wheel"
         subprocess.run(["cmake", "-S", str(root), "-B", str(build)], check=True)
-        subprocess.run(["cmake", "--build", str(build), "--parallel"], check=True)
+        subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
         build_data["artifacts"].append(LIBRARY)
-        # The library links neither Python nor torch: one wheel serves every Python 3 of the platform.
+        # The library links neither Python nor torch, so one wheel serves every Python 3 of the platform.
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False

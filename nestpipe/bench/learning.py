@@ -9,12 +9,12 @@ The loss of the last batch is taken twice from the same rows: by evaluate just b
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nestpipe.bench.harness.report import Record
+from nestpipe.bench.harness.requirements import source_file
 from nestpipe.data.synthetic.histories import HistoryData
 from nestpipe.data.synthetic.history_baselines import Guess, count, ranks_of_targets
 from nestpipe.data.synthetic.history_oracle import HistoryOracle
@@ -26,7 +26,6 @@ from nestpipe.recipe.config import Config
 from nestpipe.recipe.sources.synthetic import HELD_OUT, SyntheticHistories
 from nestpipe.recipe.text import load_config
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 CORES = 2
 AT = (10, 50)
 USERS_AT_A_TIME = 500
@@ -35,7 +34,8 @@ QUICK = ("train.steps=12", "evaluate.num_samples=200", "evaluate.batch_size=100"
 
 def records(quick: bool) -> Iterator[Record]:
     for model in ("hstu", "fuxi"):
-        config = load_config(RECIPES / f"{model}-histories.toml", QUICK if quick else ()).resolved(1, CORES)
+        recipe = source_file(f"recipes/{model}-histories.toml")
+        config = load_config(recipe, QUICK if quick else ()).resolved(1, CORES)
         yield learn(config)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from nestpipe.bench.harness.memory import peak_of_command
 from nestpipe.bench.harness.pairs import compare
 from nestpipe.bench.harness.report import Record
+from nestpipe.bench.harness.requirements import require_duckdb
 from nestpipe.data.files.manifest import MANIFEST, read_manifest
 from nestpipe.datasets.engine import MEMORY_BYTES, num_threads
 from nestpipe.datasets.generate import generate
@@ -28,6 +29,7 @@ KILLED_AT = (0.2, 0.5, 0.8)
 
 
 def records(num_rows: int, quick: bool) -> Iterator[Record]:
+    require_duckdb()
     num_rows = QUICK_ROWS if quick else num_rows
     with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
         logs = _Logs(Path(folder), num_rows)

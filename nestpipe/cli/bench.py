@@ -20,6 +20,7 @@ from nestpipe.bench.consistency import run as consistency_bench
 from nestpipe.bench.h200 import run as h200_bench
 from nestpipe.bench.harness.hosts import check_possible
 from nestpipe.bench.harness.report import Record, load_records, print_records, run_bench
+from nestpipe.bench.harness.requirements import RequirementError
 from nestpipe.bench.harness.targets import find_misses, load_targets
 from nestpipe.bench.network import run as network_bench
 from nestpipe.bench.schedules import run as schedules_bench
@@ -51,7 +52,10 @@ def _run(
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console()
-    result = run_bench(name, records, path, console, quick=quick)
+    try:
+        result = run_bench(name, records, path, console, quick=quick)
+    except RequirementError as error:
+        raise typer.BadParameter(str(error)) from None
     print_records(result, console)
     if draw is not None:
         draw(result.records)

@@ -37,7 +37,8 @@ class Engine:
         try:
             import duckdb
         except ImportError:
-            raise ValueError("preparing data needs DuckDB; install it, as with `pip install duckdb`") from None
+            remedy = "install it with `pip install 'nestpipe[datasets]'`"
+            raise ValueError(f"preparing data needs DuckDB; {remedy}") from None
         self._errors = duckdb.Error
         self._connection = duckdb.connect(
             config={

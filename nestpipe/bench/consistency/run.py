@@ -7,16 +7,16 @@ serial stands beside `pipeline.stale`, which shows the model shared rows as they
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from nestpipe.bench.harness.ranks import records_of_ranks
 from nestpipe.bench.harness.report import Record
+from nestpipe.bench.harness.requirements import source_file
 from nestpipe.distributed import World
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.recipe.run import run
 from nestpipe.recipe.text import load_config
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "hstu-consistency.toml"
+RECIPE = "recipes/hstu-consistency.toml"
 NUM_RANKS = 3
 CORES = 2
 SEEDS = (1, 2, 3)
@@ -48,6 +48,7 @@ def ways(quick: bool) -> list[Way]:
 
 
 def records(quick: bool) -> Iterator[Record]:
+    source_file(RECIPE)  # fails here rather than on the ranks
     made: list[Record] = []
     for way, record in zip(ways(quick), records_of_ranks(NUM_RANKS, _on_rank, quick), strict=True):
         made.append(record)
@@ -60,7 +61,7 @@ def _on_rank(world: World, quick: bool) -> Iterator[Record]:
 
 
 def _train(world: World, way: Way, quick: bool) -> Record:
-    config = load_config(RECIPE, [*way.settings, *(QUICK if quick else ())]).resolved(NUM_RANKS, CORES)
+    config = load_config(source_file(RECIPE), [*way.settings, *(QUICK if quick else ())]).resolved(NUM_RANKS, CORES)
     summary = run(config, world)
     return {
         "seed": way.seed,

@@ -18,6 +18,7 @@ import torch
 
 from nestpipe.bench.harness.pairs import compare, spread
 from nestpipe.bench.harness.report import Record
+from nestpipe.bench.harness.requirements import source_file
 from nestpipe.bench.reader.data import write_clicks, write_histories
 from nestpipe.data.dataset import Batches
 from nestpipe.distributed import World
@@ -26,7 +27,6 @@ from nestpipe.recipe.config import Config
 from nestpipe.recipe.text import change_config, load_config
 from nestpipe.store.cores import usable_cores
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 NUM_PAIRS, NUM_QUICK_PAIRS = 7, 1
 WARM_STEPS = 5
 ONCE = ["data.num_epochs=1"]
@@ -43,10 +43,10 @@ def records(quick: bool) -> Iterator[Record]:
         write_histories(histories)
         demo = load_config(None, ["evaluate.num_samples=0"])
         size = f"train.batch_size={demo.train.batch_size}"
-        reading = load_config(RECIPES / "dlrm-criteo-kaggle.toml", [f"data.path={clicks}", size, *ONCE])
+        reading = load_config(source_file("recipes/dlrm-criteo-kaggle.toml"), [f"data.path={clicks}", size, *ONCE])
         yield measure("clicks", demo.resolved(1, cores), reading, 5 if quick else 30, num_pairs)
         hstu = load_config(
-            RECIPES / "hstu-ml-1m.toml", [f"data.path={histories}", "evaluate.num_samples=0", *QUICK * quick]
+            source_file("recipes/hstu-ml-1m.toml"), [f"data.path={histories}", "evaluate.num_samples=0", *QUICK * quick]
         )
         reading = change_config(hstu, ONCE)
         yield measure("histories", hstu.resolved(1, cores), reading, 1 if quick else 4, num_pairs)
