@@ -1,4 +1,4 @@
-"""From samples to batches to micro-batches."""
+"""Samples and batches: the data that is trained on, from files or synthetic."""
 
 from nestpipe.data.batch import Batch, Jagged, Weight
 from nestpipe.data.files.parquet import ParquetData
