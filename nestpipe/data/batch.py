@@ -101,7 +101,7 @@ class Batch:
     keys: Mapping[str, Jagged]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     weight: Weight | None = None
-    """What this batch adds to the divisor of the losses; None for the number of samples."""
+    """contribution of this batch to the divisor of the losses; None for the number of samples"""
 
     def __post_init__(self) -> None:
         for name, jagged in self.keys.items():

@@ -173,12 +173,12 @@ class HistoryData(Dataset):
         shape = self.shape
         way = np.where(begins[:, None], shape.follow + draws.way * (1 - shape.follow), draws.way)
         interest = users[np.arange(len(users))[:, None], draws.interest(shape.interests_a_user)]
-        of_interest = self._by_interest.take(interest, draws.item)
+        by_interest = self._by_interest.take(interest, draws.item)
         cells = self.leads_to[before][:, None] * shape.num_interests + users
         following = self._by_cell.take_from_union(cells, draws.cell, draws.item)
         popular = self._by_popularity.take(np.zeros_like(interest), draws.item)
-        by_taste = np.where(way < shape.follow + shape.interest, of_interest, popular)
-        return np.where(way < shape.follow, following, by_taste)
+        others = np.where(way < shape.follow + shape.interest, by_interest, popular)
+        return np.where(way < shape.follow, following, others)
 
 
 class _Draws:
