@@ -67,9 +67,7 @@ def _show_estimate(inspection: Inspection, dim: int, optimizer: str, console: Co
     _line(console, f"pipelined: {pipelined_mb:,.2f} MB, because {kept_share:.1%} of the rows stay for the next batch")
     hidden_ms = 2 * estimated.pipelined_bytes / HOST_BYTES_PER_SECOND * 1e3
     rate = f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s of a rank's store"
-    _line(
-        console, f"all of this time is hidden if the dense part of a step takes longer than about {hidden_ms:,.1f} ms"
-    )
+    _line(console, f"all traffic can be hidden if the dense part of a step takes longer than about {hidden_ms:,.1f} ms")
     _line(console, f"  = bytes retrieved and written back, pipelined, at {rate} (assumed), without negatives")
 
 

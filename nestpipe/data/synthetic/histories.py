@@ -157,15 +157,15 @@ class HistoryData(Dataset):
         items = np.zeros((len(positions), self.shape.max_length + 1), np.int64)
         users = self.user_interests(positions)
         for place in range(int(lengths.max(initial=-1)) + 1):
-            open_, number = np.flatnonzero(lengths >= place), 0
-            while len(open_) > 0:
-                draws = _Draws(self.seed, number, positions[open_], place)
-                drawn = self._drawn(draws, users[open_], items[open_, place - 1], begins[open_, place])
-                had = (drawn[:, :, None] == items[open_, None, :place]).any(axis=2)
+            pending, attempt = np.flatnonzero(lengths >= place), 0
+            while len(pending) > 0:
+                draws = _Draws(self.seed, attempt, positions[pending], place)
+                drawn = self._drawn(draws, users[pending], items[pending, place - 1], begins[pending, place])
+                had = (drawn[:, :, None] == items[pending, None, :place]).any(axis=2)
                 which = np.argmin(had, axis=1)
-                is_new = ~had[np.arange(len(open_)), which]
-                items[open_[is_new], place] = drawn[is_new, which[is_new]]
-                open_, number = open_[~is_new], number + 1
+                is_new = ~had[np.arange(len(pending)), which]
+                items[pending[is_new], place] = drawn[is_new, which[is_new]]
+                pending, attempt = pending[~is_new], attempt + 1
         return items
 
     def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
@@ -184,13 +184,13 @@ class HistoryData(Dataset):
 class _Draws:
     """Random numbers [n, ATTEMPTS] for one place of each history, in one round of attempts."""
 
-    def __init__(self, seed: int, number: int, positions: Words, place: int) -> None:
+    def __init__(self, seed: int, attempt: int, positions: Words, place: int) -> None:
         units = _units(_units(positions, np.array(place))[:, None], np.arange(ATTEMPTS), ATTEMPTS)
-        words = stream(f"way {number}", seed, units)
+        words = stream(f"way {attempt}", seed, units)
         self.way = (words >> 40).astype(np.float64) * 2.0**-24
         self.cell = (words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
         self._low = words & 0xFFFF
-        self.item = uniform(stream(f"item {number}", seed, units))
+        self.item = uniform(stream(f"item {attempt}", seed, units))
 
     def interest(self, num_interests: int) -> Numbers:
         """Returns the index of one of a user's interests."""
