@@ -1,4 +1,4 @@
-"""Small files of rows, and small prepared folders, for tests."""
+"""Writes small files of rows and small prepared folders."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ def write_arrow(path: Path, columns: Mapping[str, object], group_rows: int = 10)
 
 
 def write_numbers(folder: Path, sizes: Sequence[int] = (95, 40), group_rows: int = 10) -> list[Path]:
-    """Row r, counted through all files, has the key r and r % 3 tags: so a batch shows which rows it has."""
+    """Row r, counted through all files, has the key r and r % 3 tags, so a batch shows its rows."""
     paths, first = [], 0
     for number, size in enumerate(sizes):
         rows = range(first, first + size)
@@ -40,11 +40,11 @@ def write_numbers(folder: Path, sizes: Sequence[int] = (95, 40), group_rows: int
 
 
 def write_histories(folder: Path, source: str = "movielens-1m", num_users: int = 60, num_items: int = 50) -> Path:
-    """Users of 5 to 34 items; as `nestpipe data prepare` writes them."""
+    """Writes users with 5 to 34 items as `nestpipe data prepare` does."""
     folder.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(0)
     items = [draws.permutation(num_items)[: 5 + user % 30].tolist() for user in range(num_users)]
-    times = [(1000 * user + np.cumsum(draws.integers(1, 500, len(of)))).tolist() for user, of in enumerate(items)]
+    times = [(1000 * user + np.cumsum(draws.integers(1, 500, len(own)))).tolist() for user, own in enumerate(items)]
     lists = pa.list_(pa.int64())
     columns = {"user": np.arange(num_users), "item": pa.array(items, lists), "time_seconds": pa.array(times, lists)}
     half = num_users // 2

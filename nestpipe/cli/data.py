@@ -53,9 +53,7 @@ def generate(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make, as a download would be.")],
     num_rows: Annotated[int, typer.Option("--rows", min=1, help="Lines of the logs, ratings or clicks.")],
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same bytes.")] = 0,
-    variant: Annotated[
-        str | None, typer.Option("--variant", help=f"Default: the first of the format's. {VARIANTS}.")
-    ] = None,
+    variant: Annotated[str | None, typer.Option("--variant", help=f"The first is the default. {VARIANTS}.")] = None,
 ) -> None:
     """Generate files in a published format, as skewed and as unsorted as the real ones."""
     from nestpipe.datasets.generate import generate as generate_files

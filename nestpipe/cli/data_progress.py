@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, lines elsewhere; and what it made."""
+"""Shows the progress of a preparation, as a bar on a terminal and as lines elsewhere, and its result."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from nestpipe.data.files.manifest import Manifest
 
 SHARE_A_LINE = 0.1
-"""of the whole, between two lines of one stage"""
+"""share of the whole between two lines of one stage"""
 
 Report = Callable[[str, float], None]
-"""Takes the stage and how much of the whole is done, 0 to 1."""
+"""takes the stage and the share of the whole that is done, 0 to 1"""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ class _Lines:
 
 
 def show_prepared(manifest: Manifest, target: Path, console: Console) -> None:
-    """The counts, bad lines last, and the checksum."""
+    """Prints counts, sizes and the checksum."""
     for name, count in manifest.counts.items():
         console.print(f"{name.replace('_', ' ')}: {count:,}", highlight=False)
     num_bytes = sum(file.num_bytes for file in manifest.files)

@@ -1,4 +1,4 @@
-"""A batch: the keys of its features, its other inputs, its weight; checked when it is made."""
+"""A batch holds the keys of its features, its other inputs and its weight. It is checked when it is made."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -9,27 +9,26 @@ import torch
 from torch import Tensor
 
 Weight = float | Mapping[str, float]
-"""What a sum of losses is divided by: a number, or one for each named loss."""
-
+"""divisor of a sum of losses: a number, or one for each named loss"""
 
 NUMPY_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.float16,
     torch.float32,
     torch.float64,
 }
-"""those that numpy has, too"""
+"""dtypes that numpy has, too"""
 
 
 @dataclass(frozen=True)
 class Jagged:
-    """Lists of keys, one for each sample, one behind the other."""
+    """Lists of keys, one for each sample, concatenated."""
 
     values: Tensor
     """[n] int64"""
     offsets: Tensor
     """[num_samples + 1] int64: sample s has values[offsets[s]:offsets[s + 1]]"""
     weights: Tensor | None = None
-    """[n] floats: one for each key, used by pooling"""
+    """[n] floats, one for each key, used by pooling"""
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]]) -> "Jagged":
@@ -38,7 +37,7 @@ class Jagged:
 
     @staticmethod
     def one_each(values: Tensor) -> "Jagged":
-        """One key for each sample."""
+        """Makes lists of one key each."""
         return Jagged(values, torch.arange(len(values) + 1))
 
     def __len__(self) -> int:
@@ -49,7 +48,7 @@ class Jagged:
         return self.offsets.diff()
 
     def take(self, samples: Tensor) -> "Jagged":
-        """The lists of these samples, in this order."""
+        """Returns the lists of these samples, in this order."""
         lengths = self.lengths[samples]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         shift = self.offsets[:-1][samples] - offsets[:-1]
@@ -57,7 +56,7 @@ class Jagged:
         return Jagged(self.values[where], offsets, None if self.weights is None else self.weights[where])
 
     def split(self, sizes: Sequence[int]) -> list["Jagged"]:
-        """Parts of so many samples each, in order."""
+        """Splits into consecutive parts of these numbers of samples."""
         parts, first = [], 0
         for size in sizes:
             offsets = self.offsets[first : first + size + 1]
@@ -68,7 +67,7 @@ class Jagged:
         return parts
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Jagged":
-        """The same of other tensors."""
+        """Applies a function to each tensor."""
         weights = None if self.weights is None else function(self.weights)
         return replace(self, values=function(self.values), offsets=function(self.offsets), weights=weights)
 
@@ -97,12 +96,12 @@ class Jagged:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that one rank trains on between two updates. It may be empty."""
+    """The samples that one rank trains on between two updates. A batch may be empty."""
 
     keys: Mapping[str, Jagged]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     weight: Weight | None = None
-    """What the loss sums of this batch add to the divisor; None: the number of samples."""
+    """contribution of this batch to the divisor of the losses; None for the number of samples"""
 
     def __post_init__(self) -> None:
         for name, jagged in self.keys.items():
@@ -114,7 +113,7 @@ class Batch:
             raise ValueError(f"the parts of a batch disagree about the number of samples: {sizes}")
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
         return next(iter(self._sizes().values()), 0)
 
     def _sizes(self) -> dict[str, int]:
@@ -122,7 +121,7 @@ class Batch:
         return sizes | {name: len(values) for name, values in self.inputs.items()}
 
     def __getitem__(self, samples: Tensor | slice) -> "Batch":
-        """The batch of these samples, weighted by their number."""
+        """Returns the batch of these samples, weighted by their number."""
         if isinstance(samples, slice):
             samples = torch.arange(len(self))[samples]
         return Batch(
@@ -131,7 +130,7 @@ class Batch:
         )
 
     def clone(self) -> "Batch":
-        """Returns the same batch in memory of its own. Tensors that occur twice in it are copied once."""
+        """Returns a copy. A tensor that occurs twice in the batch is copied once."""
         copies: dict[int, Tensor] = {}
 
         def cloned(tensor: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class Batch:
                 copies[id(tensor)] = _cloned(tensor.detach())
             return copies[id(tensor)]
 
-        batch = copy(self)  # not a new Batch: it would be checked again
+        batch = copy(self)  # not a new Batch, which would be checked again
         keys = {name: jagged.map(cloned) for name, jagged in self.keys.items()}
         inputs = {name: cloned(v) if isinstance(v, Tensor) else v for name, v in self.inputs.items()}
         weight = dict(self.weight) if isinstance(self.weight, Mapping) else self.weight
@@ -149,14 +148,14 @@ class Batch:
 
     @property
     def weights(self) -> dict[str, float]:
-        """By name of the loss; a model that returns one unnamed sum has the name ''."""
+        """Weights by name of the loss; the name of a single unnamed loss is ''."""
         if self.weight is None:
             return {"": float(len(self))}
         return dict(self.weight) if isinstance(self.weight, Mapping) else {"": float(self.weight)}
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    """Returns a copy, made by this thread alone: torch's threads would wait for the cores that train meanwhile."""
+    """Copies in this thread alone, because torch's threads would wait for the cores that train meanwhile."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dtype not in NUMPY_DTYPES:
         return tensor.clone()
     return torch.from_numpy(tensor.resolve_neg().numpy().copy())

@@ -1,4 +1,4 @@
-"""What data is: samples by their position, and the batches that each rank takes of them."""
+"""Datasets give samples by position; each rank takes its batches from them."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from nestpipe.data.batch import Batch
 
 
 class WithState(Protocol):
-    """Data that can go on where it was: what `state` returns, `load_state` takes."""
+    """Data that can continue from a saved state: `load_state` takes what `state` returned."""
 
     def state(self) -> Mapping[str, Any]: ...
     def load_state(self, state: Mapping[str, Any]) -> None: ...
@@ -23,35 +23,35 @@ def has_state(data: object) -> TypeGuard[WithState]:
 
 
 Fingerprint = dict[str, str | int | bool]
-"""what the order of samples depends on, by name; large things by a hash"""
+"""everything that the order of samples depends on, by name; large values as hashes"""
 
 
 class Dataset(Protocol):
     """Samples in one order for all ranks. A sample depends on the seed and on its position alone.
 
-    It may have a method `fingerprint() -> Fingerprint`, the same on all ranks: then a state is refused that was saved
-    with another order.
+    A dataset may have a method `fingerprint() -> Fingerprint`, equal on all ranks. Then a state that was saved with
+    another order is refused.
     """
 
     @property
     def num_samples(self) -> int | None:
-        """None: endless."""
+        """None if the data is endless."""
 
     def samples(self, first: int, count: int) -> Batch:
-        """The samples first .. first + count - 1, which must exist; count 0: an empty batch of the same features."""
+        """Returns samples first .. first + count - 1, which must exist. An empty batch has the same features."""
 
 
 class FirstSamples(Dataset):
-    """The first samples of a dataset, at most so many."""
+    """The first samples of a dataset, at most num_samples."""
 
     def __init__(self, dataset: Dataset, num_samples: int) -> None:
         self.dataset = dataset
-        self._at_most = num_samples
+        self._limit = num_samples
 
     @property
     def num_samples(self) -> int | None:
         end = self.dataset.num_samples
-        return self._at_most if end is None else min(end, self._at_most)
+        return self._limit if end is None else min(end, self._limit)
 
     def samples(self, first: int, count: int) -> Batch:
         return self.dataset.samples(first, count)
@@ -61,16 +61,16 @@ class FirstSamples(Dataset):
 
 
 def fingerprint_of(dataset: Dataset) -> Fingerprint:
-    """Empty: it has none."""
+    """Returns the fingerprint of a dataset; empty if it has none."""
     method: Callable[[], Fingerprint] | None = getattr(dataset, "fingerprint", None)
     return {} if method is None else method()
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one rank: of each `batch_size * world_size` samples, the rank's `batch_size`, in order of rank.
+    """The batches of one rank. Each `batch_size * world_size` samples are divided among the ranks, in order of rank.
 
-    So the global batch of 2 ranks is the batch of 1 rank with twice the batch size. The last global batch has what is
-    left, and some ranks may get a smaller or an empty part of it; then the iterator ends on all ranks together.
+    So the global batch of 2 ranks is the batch of 1 rank with twice the batch size. The last global batch has the
+    remaining samples; some ranks may get a smaller or an empty part of it. The iterator ends on all ranks together.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -83,7 +83,7 @@ class Batches(Iterator[Batch]):
         self.rank = rank
         self.world_size = world_size
         self.position = 0
-        """of the first sample that no rank was given yet"""
+        """position of the first sample that no rank was given yet"""
         self._order: Fingerprint | None = None
 
     def __next__(self) -> Batch:
@@ -96,18 +96,18 @@ class Batches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins, and what order that is a position of; the same on every rank; fit for JSON.
+        """Returns the position of the next batch, and the fingerprint of the order. Equal on every rank; fit for JSON.
 
-        Training pulls batches ahead, so during `Trainer.fit` this is ahead of training: use `Trainer.data_state()`.
+        Training reads batches ahead, so during `Trainer.fit` this is ahead of training: use `Trainer.data_state()`.
         """
         if self._order is None:
-            self._order = fingerprint_of(self.dataset)  # of all files, perhaps: too long for every batch
+            self._order = fingerprint_of(self.dataset)  # it may cover all files: too slow for every batch
         return {"position": self.position, "order": self._order} if self._order else {"position": self.position}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on at a saved position; batch size and number of ranks may be others than when it was saved.
+        """Continues from a saved position. Batch size and number of ranks may differ from those of the saving run.
 
-        A state that has the position alone is taken as one of this order.
+        A state without a fingerprint is taken as one of this order.
         """
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
@@ -119,14 +119,14 @@ class Batches(Iterator[Batch]):
         self.position = position
 
 
-def _check_order(saved: object, here: Fingerprint) -> None:
-    if not saved or not here:
+def _check_order(saved: object, current: Fingerprint) -> None:
+    if not saved or not current:
         return
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of data must have an 'order' that is a mapping, got {saved!r}")
-    names = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
+    names = [name for name in dict.fromkeys([*saved, *current]) if saved.get(name) != current.get(name)]
     if names:
-        differ = ", ".join(f"{name} was {saved.get(name)}, is {here.get(name)}" for name in names)
+        differ = ", ".join(f"{name} was {saved.get(name)}, is {current.get(name)}" for name in names)
         raise ValueError(
             f"the state of data is of another order of samples: {differ}. Going on would train on some samples twice "
             "and on others never; set back what differs, or, to begin anew with this data, load no state of data"
@@ -137,6 +137,13 @@ def _at_most(position: int, end: int | None) -> int:
     return position if end is None else min(position, end)
 
 
+def check_positions(first: int, count: int, end: int | None) -> None:
+    """Raises if a dataset of `end` samples does not have the samples first .. first + count - 1."""
+    if first < 0 or count < 0 or (end is not None and first + count > end):
+        positions = "at least 0" if end is None else f"0 .. {end - 1}"
+        raise ValueError(f"{count} samples from position {first} on were asked for; positions are {positions}")
+
+
 DREW_FROM_DEFAULT = (
     "the reader of batches drew from torch's default generator, which belongs to the model (its dropout, on another "
     "thread); give the reader one of its own, as in DataLoader(..., generator=torch.Generator().manual_seed(0))"
@@ -144,25 +151,25 @@ DREW_FROM_DEFAULT = (
 
 
 class BatchSource(Iterator[Batch]):
-    """An iterator of batches to which batches can be given back, to be handed out again before the others.
+    """An iterator of batches to which batches can be given back. Those are handed out again before the others.
 
-    It copies what it reads: a reader may fill the same tensors again for its next batch, while this one is still under
-    way. Whether it did could not be seen from outside, because writes through numpy leave no sign in a tensor.
+    It copies every batch, because a reader may fill the same tensors again for its next batch while this one is still
+    in the pipeline. That could not be detected: writes through numpy leave no sign in a tensor.
 
     If the data has methods `state` and `load_state`, the source also knows the state after the last batch that was
-    trained, however many have been pulled since. It calls `state()` after each batch, in the thread that pulls.
+    trained, however many have been read since. It calls `state()` after each batch, in the thread that reads.
     """
 
     def __init__(self, batches: Iterator[Batch], data: object = None) -> None:
-        """data: the iterable that the iterator came from; it may have the state instead."""
+        """data: the iterable that the iterator came from, in case that one has the state."""
         self.batches = batches
-        self._with_state = next((one for one in (batches, data) if has_state(one)), None)
+        self._with_state = next((candidate for candidate in (batches, data) if has_state(candidate)), None)
         self.state = self._state()
         """the data's state after the batches trained so far; None if it has none"""
         self._later_states: deque[Mapping[str, Any] | None] = deque()
-        """after each batch that was read and not trained yet"""
+        """states after each batch that was read and not trained yet"""
         self._num_advanced = 0
-        """batches of this run that `state` comes after"""
+        """batches of this run that `state` includes"""
         self._returned: deque[Batch | Exception] = deque()
         self._lock = Lock()
         self._is_begun = False
@@ -171,8 +178,8 @@ class BatchSource(Iterator[Batch]):
         return self.pull(lambda: False)
 
     def pull(self, is_late: Callable[[], bool]) -> Batch:
-        """The next one. If nobody waits for it any more when it has been read, it is for the next who asks."""
-        with self._lock:  # two threads, if a run was given up while its reader was busy
+        """Returns the next batch. If `is_late()` once it has been read, the batch is kept for the next call instead."""
+        with self._lock:  # two threads may call, if a run ended while its reader was busy
             item = self._returned.popleft() if self._returned else self._read()
             if is_late():
                 self._returned.append(item)
@@ -185,13 +192,13 @@ class BatchSource(Iterator[Batch]):
         item = self._read_item()
         try:
             state = self._state()
-        except Exception as error:  # takes the place of the batch, as an error of the reader does
+        except Exception as error:  # raised in place of the batch, like an error of the reader
             item, state = error, None
         self._later_states.append(state)
         return item
 
     def _state(self) -> Mapping[str, Any] | None:
-        """A copy: the data may go on to change what it has returned."""
+        """Returns a copy of the state, because the data may change the object that it has returned."""
         if self._with_state is None:
             return None
         state = self._with_state.state()
@@ -203,18 +210,18 @@ class BatchSource(Iterator[Batch]):
         if self._is_begun:
             return _next_or_error(self.batches)
         self._is_begun = True
-        # Nothing else is under way yet: who changes the default generator now is the reader. Later it would change the
-        # dropout of the model, which trains meanwhile.
+        # The model does not train yet, so only the reader can change the default generator now. If it did so later, it
+        # would change the model's dropout.
         before = torch.get_rng_state()
         item = _next_or_error(self.batches)
         return item if torch.equal(before, torch.get_rng_state()) else RuntimeError(DREW_FROM_DEFAULT)
 
     def give_back(self, items: Sequence[Batch | Exception]) -> None:
-        """In the order in which they are to come; an exception is raised when it is its turn."""
+        """Returns batches to the source, in the order in which they are to come. An exception is raised in its turn."""
         self._returned.extendleft(reversed(items))
 
     def advance_to(self, num_batches: int) -> None:
-        """The run has trained this many batches, or passed over them. Never waits for a read.
+        """Advances `state` to this number of batches, trained or skipped in this run. Never waits for a read.
 
         A rank whose data has ended takes part in the steps of others; its state stays where the data ended.
         """
@@ -223,17 +230,17 @@ class BatchSource(Iterator[Batch]):
             self._num_advanced += 1
 
     def begin_run(self) -> None:
-        """`advance_to` counts from here."""
+        """Makes `advance_to` count from the present state."""
         self._num_advanced = 0
 
 
 class BatchReader(Iterator[Batch]):
-    """The batches of a source for one run. Once it has stopped, what is still being read stays in the source."""
+    """The batches of a source for one run. A batch that is still being read when the run stops stays in the source."""
 
     def __init__(self, source: BatchSource) -> None:
         source.begin_run()
         self.num_pulled = 0
-        """batches this run was given, and errors that took the place of one"""
+        """batches that this run was given, including errors in place of one"""
         self._source = source
         self._is_stopped = False
 
@@ -256,5 +263,5 @@ def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:
         return batch.clone() if isinstance(batch, Batch) else batch
     except StopIteration:
         raise
-    except Exception as error:  # of the reader: raised where it is its turn
+    except Exception as error:  # of the reader: raised in its turn
         return error

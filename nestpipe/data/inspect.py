@@ -1,4 +1,4 @@
-"""What is in data before anybody trains on it: columns, counts, how skewed keys are, how much batches share."""
+"""Inspects data before training: columns, counts, skew of the keys, and keys that batches share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from nestpipe.data.files.user_histories import UserHistories
 from nestpipe.data.key_counts import HOTTEST, KeyCounts
 
 NUM_BATCHES = 8
-"""consecutive ones, of the order that training has, of which is counted what they share"""
+"""consecutive batches, in the order of training, that are compared"""
 OVERHEAD_BYTES = 32
-"""of the store for each row, at most: its key, its place, its step"""
+"""most bytes that the store adds to a row: key, index, step"""
 STATE_COLUMNS: dict[str, Callable[[int], int]] = {
     "sgd": lambda dim: 0,
     "rowwise_adagrad": lambda dim: 1,
@@ -29,23 +29,24 @@ STATE_COLUMNS: dict[str, Callable[[int], int]] = {
     "adam": lambda dim: 2 * dim,
 }
 Report = Callable[[str, float], None]
+"""takes the stage and the share of the whole that is done, 0 to 1"""
 
 
 @dataclass(frozen=True)
 class KeyColumn:
-    """The keys of one column, in all rows, and in batches."""
+    """The keys of one column, in all rows and in batches."""
 
     name: str
     num_occurrences: int
     num_distinct: int
     is_exact: bool
-    """False: there are too many to count each; an estimate from a sample of the keys"""
+    """False if there are too many keys to count each, so that a sample of them is used"""
     hottest: dict[float, float]
     """share of the distinct keys -> share of the occurrences that the hottest of them have"""
     num_per_batch: float
-    """distinct keys"""
+    """mean number of distinct keys of a batch"""
     overlap: float
-    """of a batch's distinct keys, those that the batch before had too"""
+    """share of a batch's distinct keys that the previous batch had, too"""
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,20 @@ class Inspection:
     columns: dict[str, str]
     """name -> type"""
     counts: dict[str, int] = field(default_factory=dict)
-    """of the manifest"""
+    """counts in the manifest"""
     batch_size: int = 0
     keys: list[KeyColumn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a table or of all, by the formulas that `nestpipe data inspect` prints."""
+    """Memory and traffic of some tables, by the formulas that `nestpipe data inspect` prints."""
 
     memory_bytes: int
     retrieved_bytes: float
-    """a batch, one after another"""
+    """bytes for each batch, if all its rows are retrieved"""
     pipelined_bytes: float
-    """a batch, where rows that the next one shares stay"""
+    """bytes for each batch, if rows that the previous batch had stay on the device"""
 
 
 def estimate(keys: Sequence[KeyColumn], dim: int, optimizer: str) -> Estimate:
@@ -90,7 +91,7 @@ def inspect(
     max_length: int = 200,
     report: Report = lambda stage, done: None,
 ) -> Inspection:
-    """A prepared folder, or files; of these only the columns and rows, unless key columns are named."""
+    """Inspects a prepared folder, or files. The keys of files are counted only if their columns are named."""
     if len(paths) == 1 and (paths[0] / MANIFEST).exists():
         return _prepared(read_prepared(paths[0]), keys, batch_size, max_length, report)
     opened, failures = open_files(find_files(paths))
@@ -102,28 +103,28 @@ def inspect(
         return _inspection("files", files, columns)
     batch_size = batch_size or 2048
     schema = Schema(keys=tuple(keys))
-    found = _keys(ParquetData(paths, schema), ParquetData(paths, schema), batch_size, report)
-    return _inspection("files", files, columns, batch_size=batch_size, keys=found)
+    key_columns = _key_columns(ParquetData(paths, schema), ParquetData(paths, schema), batch_size, report)
+    return _inspection("files", files, columns, batch_size=batch_size, keys=key_columns)
 
 
 def _prepared(
-    found: Prepared, keys: Sequence[str], batch_size: int | None, max_length: int, report: Report
+    prepared: Prepared, keys: Sequence[str], batch_size: int | None, max_length: int, report: Report
 ) -> Inspection:
-    """Keys of the training part."""
-    manifest = found.manifest
+    """Inspects a prepared folder; of clicks, the training split."""
+    manifest = prepared.manifest
     data: ParquetData
     samples: Dataset
     if manifest.kind == "clicks":
         schema, batch_size = Schema(keys=tuple(keys) or CLICK_FEATURES), batch_size or 2048
-        data, samples = (ParquetData(found.split("train"), schema) for _ in range(2))
+        data, samples = (ParquetData(prepared.split("train"), schema) for _ in range(2))
     else:
         batch_size = batch_size or 128
-        data = ParquetData(found.split("all"), Schema(keys=["item"]))
-        samples = UserHistories(found.users(), max_length)
-    of_columns = _keys(data, samples, batch_size, report)
+        data = ParquetData(prepared.split("all"), Schema(keys=["item"]))
+        samples = UserHistories(prepared.users(), max_length)
+    key_columns = _key_columns(data, samples, batch_size, report)
     what = f"prepared {manifest.kind} of {manifest.source}"
     counts = dict(manifest.counts)
-    return _inspection(what, data.files, dict(manifest.schema), counts, batch_size, of_columns)
+    return _inspection(what, data.files, dict(manifest.schema), counts, batch_size, key_columns)
 
 
 def _inspection(
@@ -140,24 +141,24 @@ def _inspection(
     return Inspection(what, len(files), num_bytes, num_rows, num_groups, columns, counts or {}, batch_size, keys or [])
 
 
-def _keys(data: ParquetData, samples: Dataset, batch_size: int, report: Report) -> list[KeyColumn]:
-    counts = _counted(data, report)
-    batches = _batches(data, samples, batch_size, report)
+def _key_columns(data: ParquetData, samples: Dataset, batch_size: int, report: Report) -> list[KeyColumn]:
+    counts = _count_keys(data, report)
+    batches = _distinct_keys(data, samples, batch_size, report)
     return [
         KeyColumn(
             name,
-            of_name.num_occurrences,
-            of_name.num_distinct,
-            of_name.is_exact,
-            dict(zip(HOTTEST, of_name.shares(), strict=True)),
-            *_sharing([batch[name] for batch in batches]),
+            key_counts.num_occurrences,
+            key_counts.num_distinct,
+            key_counts.is_exact,
+            dict(zip(HOTTEST, key_counts.shares(), strict=True)),
+            *_size_and_overlap([batch[name] for batch in batches]),
         )
-        for name, of_name in counts.items()
+        for name, key_counts in counts.items()
     ]
 
 
-def _counted(data: ParquetData, report: Report) -> dict[str, KeyCounts]:
-    """All rows once, a row group at a time."""
+def _count_keys(data: ParquetData, report: Report) -> dict[str, KeyCounts]:
+    """Reads all rows once, one row group at a time."""
     counts = {name: KeyCounts() for name in data.schema.key_columns}
     for number in range(len(data.order.group_rows)):
         for name, lists in data.read(number).keys.items():
@@ -166,27 +167,27 @@ def _counted(data: ParquetData, report: Report) -> dict[str, KeyCounts]:
     return counts
 
 
-def _batches(
+def _distinct_keys(
     data: ParquetData, samples: Dataset, batch_size: int, report: Report
 ) -> list[dict[str, NDArray[np.int64]]]:
-    """The distinct keys of the first batches of training, by column; the second epoch follows the first."""
+    """Returns the distinct keys of the first batches of training, by column. Small data goes on to its second epoch."""
     num_batches = min(NUM_BATCHES, max(2, data.num_rows // batch_size))
-    found = []
+    batches = []
     for number in range(num_batches):
-        found.append(_distinct(samples.samples(number * batch_size, batch_size)))
+        batches.append(_distinct(samples.samples(number * batch_size, batch_size)))
         report("comparing batches", 0.9 + 0.1 * (number + 1) / num_batches)
-    return found
+    return batches
 
 
 def _distinct(batch: Batch) -> dict[str, NDArray[np.int64]]:
-    """Of histories, items and targets; negatives come on top."""
+    """Returns distinct keys by column: of histories, items and targets, without negatives."""
     if "history" in batch.keys:
         return {"item": np.union1d(batch.keys["history"].values.numpy(), batch.keys["target"].values.numpy())}
     return {name: np.unique(jagged.values.numpy()) for name, jagged in batch.keys.items()}
 
 
-def _sharing(batches: Sequence[NDArray[np.int64]]) -> tuple[float, float]:
-    """Distinct keys of a batch, and the share that the batch before had too."""
+def _size_and_overlap(batches: Sequence[NDArray[np.int64]]) -> tuple[float, float]:
+    """Returns the mean number of distinct keys of a batch, and the share that the previous batch had, too."""
     shared = [
         len(np.intersect1d(before, after, assume_unique=True)) / max(len(after), 1)
         for before, after in pairwise(batches)

@@ -1,4 +1,4 @@
-"""How often keys occur, in bounded memory: exactly while they are few, then from a sample and from the hottest."""
+"""Counts of keys in bounded memory: exact for few keys, estimated from a sample and the hottest for many."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ HOTTEST = (0.001, 0.01, 0.1)
 
 
 class KeyCounts:
-    """Counts every key until there are too many; then those whose hash is below a bound, and the hottest of all.
+    """Counts every key until there are too many; then only keys whose hash is below a bound, and the hottest keys.
 
-    What it says is exact up to most_keys distinct keys. Beyond, each key that is counted without being one of the
-    hottest stands for as many others as the bound leaves out; the hottest stand for themselves. Counts of single keys
-    are exact, unless a key was dropped before it became hot.
+    Results are exact up to most_keys distinct keys. Beyond that, a hot key stands for itself, and each other counted
+    key for 2^k keys, where the bound keeps one key in 2^k. The count of a single key is exact, unless the key was
+    dropped before it became hot.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
@@ -38,24 +38,24 @@ class KeyCounts:
     def add(self, keys: NDArray[np.int64]) -> None:
         self.num_occurrences += len(keys)
         new, counts = np.unique(keys, return_counts=True)
-        wanted = self._is_sampled(new) | np.isin(new, self._keys[self._is_hot])
-        together = np.concatenate([self._keys, new[wanted]])
+        is_counted = self._is_sampled(new) | np.isin(new, self._keys[self._is_hot])
+        together = np.concatenate([self._keys, new[is_counted]])
         self._keys, where = np.unique(together, return_inverse=True)
         is_hot = np.zeros(len(self._keys), np.bool_)
         is_hot[where[: len(self._is_hot)]] = self._is_hot
-        added = np.bincount(where, np.concatenate([self._counts, counts[wanted]]), len(self._keys))
+        added = np.bincount(where, np.concatenate([self._counts, counts[is_counted]]), len(self._keys))
         self._counts, self._is_hot = added.astype(np.int64), is_hot
         while len(self._keys) > self._most_keys:
             self._drop()
 
     def _drop(self) -> None:
-        """Half of the keys that are not among the hottest."""
+        """Drops half of the keys that are not among the hottest."""
         self._shift += 1
         num_hot = self._most_keys // 4
         self._is_hot = np.zeros(len(self._keys), np.bool_)
         self._is_hot[np.argpartition(self._counts, -num_hot)[-num_hot:]] = True
-        stays = self._is_hot | self._is_sampled(self._keys)
-        self._keys, self._counts, self._is_hot = self._keys[stays], self._counts[stays], self._is_hot[stays]
+        is_kept = self._is_hot | self._is_sampled(self._keys)
+        self._keys, self._counts, self._is_hot = self._keys[is_kept], self._counts[is_kept], self._is_hot[is_kept]
 
     def _is_sampled(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         if self._shift == 0:
@@ -63,11 +63,11 @@ class KeyCounts:
         return np.asarray(stream("sample of keys", 0, keys) >> np.uint64(64 - self._shift) == 0)
 
     def _weights(self) -> NDArray[np.int64]:
-        """How many keys each one stands for."""
+        """Returns the number of keys that each one stands for."""
         return np.where(self._is_hot, 1, 2**self._shift)
 
     def shares(self, hottest: Sequence[float] = HOTTEST) -> list[float]:
-        """Of all occurrences, those of the hottest keys; of how many, as shares of the distinct keys."""
+        """Returns, for each share of the distinct keys, the share of all occurrences that the hottest of them have."""
         if len(self._keys) == 0:
             return [0.0] * len(hottest)
         order = np.argsort(-self._counts, kind="stable")

@@ -1,4 +1,4 @@
-"""Negatives: keys drawn uniformly from a corpus when a batch is read, a feature like any other."""
+"""Negatives: a feature whose keys are drawn uniformly from a corpus when a batch is read."""
 
 from dataclasses import replace
 
@@ -15,11 +15,10 @@ NEGATIVES_PER = ("position", "sample")
 
 
 class Negatives:
-    """num_negatives keys for each key of a history, or for each sample.
+    """Draws num_negatives keys for each key of a history, or for each sample.
 
-    Each is a key of the corpus, all equally likely, the next item among them: the loss leaves it out. What is drawn
-    depends on the seed and the sample's position alone, whatever the number of ranks. corpus: the keys; a number stands
-    for the keys 0 .. number - 1.
+    All keys of the corpus are equally likely, the next item included, which the loss leaves out. The draws depend on
+    the seed and the sample's position alone. corpus: the keys; a number n stands for the keys 0 .. n - 1.
     """
 
     def __init__(self, corpus: Tensor | int, num_negatives: int = 128, per: str = "position", seed: int = 0) -> None:
@@ -41,18 +40,18 @@ class Negatives:
         self.seed = seed
 
     def draw(self, positions: NDArray[np.int64], history: Jagged) -> Jagged:
-        """For the samples at these positions, which have these histories."""
-        units = history.lengths if self.per == "position" else torch.ones_like(history.lengths)
-        counts = units * self.num_negatives
+        """Draws for the samples at these positions, which have these histories."""
+        num_draws = history.lengths if self.per == "position" else torch.ones_like(history.lengths)
+        counts = num_draws * self.num_negatives
         words = following(stream("negatives", self.seed, positions), counts.numpy())
-        # 53 bits are exact in double; a corpus has far fewer keys, so that none is favoured by more than 2^-20.
+        # 53 bits are exact in double, and a corpus has far fewer keys, so no key is favoured by more than 2^-20.
         drawn = torch.from_numpy(((words >> 11) * (self.num_keys * 2.0**-53)).astype(np.int64))
         keys = drawn if self.corpus is None else self.corpus[drawn]
         return Jagged(keys, torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 class WithNegatives(Dataset):
-    """A dataset with one feature more, `negatives`, drawn for the feature `history`."""
+    """A dataset with an additional feature `negatives`, drawn for the feature `history`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The one order of samples for all ranks: row groups permuted, rows permuted inside a window of row groups."""
+"""The order of samples, equal on all ranks: row groups are permuted, and rows within windows of row groups."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +13,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Window:
-    """A few row groups whose rows are mixed; their samples have consecutive positions."""
+    """A few row groups whose rows are shuffled together. Their samples have consecutive positions."""
 
     first: int
     """position of its first sample"""
@@ -27,11 +27,11 @@ class Window:
 
 
 class SampleOrder:
-    """Which row is the sample at a position; a function of the seed and the sizes of the row groups.
+    """Maps positions of samples to rows. The order depends on the seed and the sizes of the row groups alone.
 
     Epoch e has the positions e * num_rows .. (e + 1) * num_rows - 1. In each epoch the row groups are permuted anew;
-    each `window` of them in a row is a window, whose rows are permuted. Memory: a few numbers for each row group, and
-    one for each row of a window. Without shuffle: rows as they are in the files, every epoch.
+    each `window` consecutive ones form a window, whose rows are permuted. It needs memory for a few numbers for each
+    row group, and for one number for each row of a window. Without shuffle, rows come in the order of the files.
     """
 
     def __init__(self, group_rows: list[int], seed: int = 0, window: int = 8, shuffle: bool = True) -> None:
@@ -43,27 +43,27 @@ class SampleOrder:
         self.window = window
         self.shuffle = shuffle
         self._first_row = np.concatenate([np.zeros(1, np.int64), self.group_rows.cumsum()])
-        self._of_epoch = lru_cache(2)(self._epoch)
+        self._cached_epoch = lru_cache(2)(self._epoch)
 
     def window_at(self, position: int) -> Window:
-        """The window that has this sample."""
+        """Returns the window of the sample at a position."""
         epoch, place = divmod(position, self.num_rows)
-        groups, starts = self._of_epoch(epoch)
+        groups, starts = self._cached_epoch(epoch)
         number = int(np.searchsorted(starts, place, side="right")) - 1
         chosen = groups[number * self.window : (number + 1) * self.window]
         first, end = int(starts[number]), int(starts[number + 1])
         return Window(epoch * self.num_rows + first, end - first, tuple(chosen.tolist()), epoch)
 
     def rows(self, window: Window) -> Numbers:
-        """Of its samples in order: which row, counted through the window's row groups."""
+        """Returns the row of each sample of a window, counted through the window's row groups."""
         if not self.shuffle:
             return np.arange(window.num_rows)
-        units = [np.arange(self._first_row[group], self._first_row[group + 1]) for group in window.groups]
-        words = stream(f"rows {window.epoch}", self.seed, np.concatenate(units))
+        numbers = [np.arange(self._first_row[group], self._first_row[group + 1]) for group in window.groups]
+        words = stream(f"rows {window.epoch}", self.seed, np.concatenate(numbers))
         return np.argsort(words, kind="stable")
 
     def _epoch(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """The row groups in their order, and where each window begins; then the end."""
+        """Returns the row groups in their order, and the first position of each window, followed by the end."""
         groups = np.flatnonzero(self.group_rows)
         if self.shuffle:
             groups = groups[np.argsort(stream(f"row groups {epoch}", self.seed, groups), kind="stable")]

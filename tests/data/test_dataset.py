@@ -1,7 +1,7 @@
-"""Which samples a rank gets, and going on at a position.
+"""The samples that each rank gets, and continuing at a position.
 
-Fails, for example, if Batches.__next__ forgets to multiply the rank by the batch size or the position's step by the
-world size, or if the position is kept as a number of batches.
+Fails, for example, if Batches.__next__ does not multiply the rank by the batch size or the step of the position by
+the world size, or if the position is a number of batches.
 """
 
 from itertools import chain
@@ -14,7 +14,7 @@ from nestpipe.data.dataset import Batches
 
 
 class Numbers:
-    """Sample i has the key i, so that a batch shows which samples it has."""
+    """Sample i has the key i, so that the keys of a batch are its samples."""
 
     def __init__(self, num_samples: int | None = None) -> None:
         self.num_samples = num_samples
@@ -61,10 +61,10 @@ def test_the_rest_is_shared_out_in_order_and_may_be_nothing() -> None:
     assert [numbers(batch) for batch in batches] == [[0, 1, 2, 3], [4], []]
     assert batches[2].keys.keys() == batches[0].keys.keys()
     assert batches[2].inputs["square"].shape == (0,)
-    for left in ranks:
-        assert left.state() == {"position": 5}
+    for rank in ranks:
+        assert rank.state() == {"position": 5}
         with pytest.raises(StopIteration):
-            next(left)
+            next(rank)
 
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(4, 2), (8, 1), (2, 3), (5, 4)])

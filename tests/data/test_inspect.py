@@ -1,6 +1,6 @@
-"""What `nestpipe data inspect` says of data: counts that are right, and estimates that are near.
+"""`nestpipe data inspect`: counts are exact, and estimates are close.
 
-Fails, for example, if keys that stand for others are counted once, or if overlap is divided by the batch before.
+Fails, for example, if keys that stand for others are counted once, or if overlap is divided by the previous batch.
 """
 
 from pathlib import Path
@@ -45,35 +45,43 @@ def test_many_keys_are_estimated_in_bounded_memory(skew: float) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """Key a: half the rows have 0, the others are all different. Key b: always 5 and 6."""
+    """In column a half of the rows have 0, and the others are all different. Column b always has 5 and 6."""
     a = [0 if row % 2 else row + 10 for row in range(400)]
     columns = {"a": pa.array(a), "b": pa.array([[5, 6]] * 400), "text": pa.array(["x"] * 400)}
     path = write_parquet(tmp_path / "file.parquet", columns, 40)
-    found = inspect([path])
-    assert (found.num_rows, found.num_groups, found.keys) == (400, 10, [])
-    assert found.columns == {"a": "int64", "b": "list<element: int64>", "text": "string"}
+    inspection = inspect([path])
+    assert (inspection.num_rows, inspection.num_groups, inspection.keys) == (400, 10, [])
+    assert inspection.columns == {"a": "int64", "b": "list<element: int64>", "text": "string"}
     stages = []
-    found = inspect([path], ["a", "b"], batch_size=50, report=lambda stage, done: stages.append((stage, done)))
-    first, second = found.keys
+    inspection = inspect([path], ["a", "b"], batch_size=50, report=lambda stage, done: stages.append((stage, done)))
+    first, second = inspection.keys
     assert (first.num_occurrences, first.num_distinct, second.num_occurrences) == (400, 201, 800)
     assert first.hottest[0.1] == pytest.approx((200 + 19.1) / 400)
     assert (second.num_per_batch, second.overlap) == (2, 1.0)
-    assert first.overlap == pytest.approx(1 / first.num_per_batch, rel=0.1)  # the 0 alone
+    assert first.overlap == pytest.approx(1 / first.num_per_batch, rel=0.1)  # only the 0 is shared
     assert stages[-1] == ("comparing batches", 1.0)
-    whole = estimate(found.keys, 8, "adagrad")
+    whole = estimate(inspection.keys, 8, "adagrad")
     assert whole.memory_bytes == 203 * (64 + 32)
     assert whole.retrieved_bytes == 64 * (first.num_per_batch + 2)
     assert whole.pipelined_bytes == pytest.approx(64 * first.num_per_batch * (1 - first.overlap))
 
 
 def test_prepared_folders(tmp_path: Path) -> None:
-    found = inspect([write_histories(tmp_path / "ml")], batch_size=20, max_length=10)
-    assert (found.what, found.counts["users"], found.num_rows) == ("prepared histories of movielens-1m", 60, 60)
-    (items,) = found.keys
-    assert (items.name, items.num_occurrences, items.num_distinct) == ("item", found.counts["events"], 50)
+    inspection = inspect([write_histories(tmp_path / "ml")], batch_size=20, max_length=10)
+    assert (inspection.what, inspection.counts["users"], inspection.num_rows) == (
+        "prepared histories of movielens-1m",
+        60,
+        60,
+    )
+    (items,) = inspection.keys
+    assert (items.name, items.num_occurrences, items.num_distinct) == ("item", inspection.counts["events"], 50)
     assert 0 < items.overlap <= 1
-    found = inspect([write_clicks(tmp_path / "criteo")])
-    assert ([column.name for column in found.keys][:2], found.num_rows, found.num_files) == (["key_0", "key_1"], 400, 1)
+    inspection = inspect([write_clicks(tmp_path / "criteo")])
+    assert ([column.name for column in inspection.keys][:2], inspection.num_rows, inspection.num_files) == (
+        ["key_0", "key_1"],
+        400,
+        1,
+    )
 
 
 def test_what_cannot_be_inspected(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Negatives: the same however samples are asked for, as many as promised, uniform over the corpus.
+"""Negatives do not depend on how samples are asked for; they have the right number, and are uniform over the corpus.
 
-Fails, for example, if stream is given places in the batch instead of positions, or if the words of a sample are
-numbered from the first sample of the batch on.
+Fails, for example, if stream is given indices in the batch instead of positions, or if the words of a sample are
+numbered from the first sample of the batch.
 """
 
 import pytest
@@ -49,9 +49,9 @@ def test_what_is_drawn_depends_on_the_seed_and_nothing_repeats() -> None:
 @pytest.mark.parametrize("corpus", [7, torch.tensor([-3, 2**62, 5, 11, 0, 1, 2])])
 def test_uniform(corpus: int | torch.Tensor) -> None:
     keys = WithNegatives(Histories(), corpus, 2000, "sample").samples(0, 40).keys["negatives"].values
-    found, counts = keys.unique(return_counts=True)
+    distinct, counts = keys.unique(return_counts=True)
     expected = torch.arange(7) if isinstance(corpus, int) else corpus.sort().values
-    assert torch.equal(found, expected)
+    assert torch.equal(distinct, expected)
     deviation = 80_000**0.5 * (1 / 7 * 6 / 7) ** 0.5
     assert float((counts - 80_000 / 7).abs().max()) < 4 * deviation
 

@@ -1,6 +1,6 @@
-"""The one order of samples: every row once an epoch, mixed within windows of row groups, another in each epoch.
+"""The order of samples: every row once in an epoch, shuffled within windows of row groups, new in each epoch.
 
-Fails, for example, if the epoch is left out of what the permutations depend on, or if a window's rows are numbered from
+Fails, for example, if the permutations do not depend on the epoch, or if a window's rows are numbered from
 0 instead of through all row groups.
 """
 
@@ -13,7 +13,7 @@ SIZES = [7, 3, 0, 10, 1, 10, 4]
 
 
 def rows_of_epoch(order: SampleOrder, epoch: int) -> list[int]:
-    """Row numbers through all row groups, by walking the windows."""
+    """Returns row numbers through all row groups, window by window."""
     first = np.concatenate([[0], np.cumsum(order.group_rows)])
     position, rows = epoch * order.num_rows, []
     while position < (epoch + 1) * order.num_rows:
@@ -40,7 +40,7 @@ def test_row_groups_and_the_rows_of_a_window_are_permuted() -> None:
     order = SampleOrder([10] * 8, seed=1, window=2)
     rows = rows_of_epoch(order, 0)
     groups = [sorted({row // 10 for row in rows[first : first + 20]}) for first in range(0, 80, 20)]
-    assert [len(of_window) for of_window in groups] == [2] * 4
+    assert [len(window_groups) for window_groups in groups] == [2] * 4
     assert groups != sorted(groups)
     assert len({row // 10 for row in rows[:10]}) == 2  # both row groups from the beginning
 
@@ -51,7 +51,7 @@ def test_without_shuffle_rows_are_as_they_are() -> None:
 
 
 def test_the_order_stays_the_same() -> None:
-    """Bits: a checkpoint of an older version must go on with the samples it has not seen."""
+    """A checkpoint of an older version must continue with the samples that it has not seen."""
     assert rows_of_epoch(SampleOrder([4, 4, 4], seed=7, window=2), 1) == [11, 7, 6, 4, 8, 5, 9, 10, 2, 1, 0, 3]
 
 

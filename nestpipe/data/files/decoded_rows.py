@@ -1,4 +1,4 @@
-"""Decoded rows of files: columns as arrays, joined to a window, from which any samples are taken as a batch."""
+"""Decoded rows of files: columns as arrays, which are joined to windows, and of which some rows make a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.files.input_forms import Forms
-from nestpipe.data.files.schema import WEIGHT, Schema, is_list
+from nestpipe.data.files.schema import WEIGHT, InputForms, Schema, is_list
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,15 +19,15 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Lists:
-    """Keys of rows: lists, by offsets; or one for each row, unless there is none."""
+    """Keys of rows: lists if there are offsets, else at most one key for each row."""
 
     values: Array
     offsets: Array | None = None
     has_key: Array | None = None
-    """without offsets: which rows have one; None: all"""
+    """without offsets: whether a row has a key; None if all have one"""
 
     def take(self, rows: Array) -> "Lists":
-        """The keys of these rows, in this order."""
+        """Returns the keys of these rows, in this order."""
         if self.offsets is not None:
             lengths = (self.offsets[1:] - self.offsets[:-1])[rows]
             offsets = _offsets_of(lengths)
@@ -61,23 +60,23 @@ class Rows:
     keys: dict[str, Lists] = field(default_factory=dict)
     inputs: dict[str, Array] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
-    """what is wrong with a row, by its number; the first thing found"""
+    """first problem of each bad row, by its number"""
 
     def take(self, rows: Array) -> "Rows":
-        """These rows, in this order; with numpy alone, so that one thread does it."""
+        """Returns these rows, in this order. It uses numpy alone, which works in this thread."""
         keys = {name: lists.take(rows) for name, lists in self.keys.items()}
         return Rows(len(rows), keys, {name: values.take(rows, axis=0) for name, values in self.inputs.items()})
 
 
-def decode(table: "pa.Table", schema: Schema, forms: Forms) -> Rows:
-    """What the schema says of a row group."""
+def decode(table: "pa.Table", schema: Schema, forms: InputForms) -> Rows:
+    """Decodes the columns of a row group that the schema declares."""
     rows = Rows(table.num_rows)
     for name, column in schema.key_columns.items():
         rows.keys[name] = _keys(rows, column, _array(table, column), schema.num_keys.get(name))
     for name, columns in schema.input_columns.items():
         parts = [_numbers(rows, column, _array(table, column), forms.widths.get(column)) for column in columns]
-        whole = parts[0] if isinstance(schema.inputs[name], str) else _side_by_side(parts)
-        rows.inputs[name] = whole.astype(forms.dtypes[name], copy=False)
+        values = parts[0] if isinstance(schema.inputs[name], str) else _side_by_side(parts)
+        rows.inputs[name] = values.astype(forms.dtypes[name], copy=False)
     for name, column in schema.label_columns.items():
         rows.inputs[name] = _numbers(rows, column, _array(table, column)).astype(np.float32, copy=False)
     if schema.weight is not None:
@@ -88,7 +87,7 @@ def decode(table: "pa.Table", schema: Schema, forms: Forms) -> Rows:
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """One behind the other."""
+    """Concatenates rows."""
     if len(parts) == 1:
         return parts[0]
     keys = {name: _joined([part.keys[name] for part in parts]) for name in parts[0].keys}
@@ -97,14 +96,14 @@ def join(parts: Sequence[Rows]) -> Rows:
 
 
 def to_batch(rows: Rows) -> Batch:
-    """Rows that nobody else has: arrays become tensors as they are."""
+    """Makes a batch that shares the memory of the rows."""
     inputs = {name: torch.from_numpy(values) for name, values in rows.inputs.items()}
     weight = float(rows.inputs[WEIGHT].sum(dtype=np.float64)) if WEIGHT in inputs else None
     return Batch({name: lists.jagged() for name, lists in rows.keys.items()}, inputs, weight)
 
 
-def empty(schema: Schema, forms: Forms) -> Rows:
-    """No rows, of the types and widths of others."""
+def empty(schema: Schema, forms: InputForms) -> Rows:
+    """Returns no rows, with the dtypes and widths of others."""
     keys = {name: Lists(np.empty(0, np.int64)) for name in schema.key_columns}
     inputs: dict[str, Array] = {}
     for name, columns in schema.input_columns.items():
@@ -131,7 +130,7 @@ def _offsets_of(lengths: Array) -> Array:
 
 
 def _side_by_side(parts: Sequence[Array]) -> Array:
-    """Integers among floats become floats."""
+    """Concatenates columns; integers next to floats become floats."""
     if any(part.dtype != parts[0].dtype for part in parts):
         parts = [part.astype(np.float32, copy=False) for part in parts]
     return np.concatenate([part if part.ndim > 1 else part[:, None] for part in parts], axis=1)
@@ -180,12 +179,12 @@ def _integers(values: Any) -> Array:
     import pyarrow as pa
 
     if values.type == pa.uint64():
-        return np.asarray(values.view(pa.int64()))  # by their bits: every int64 is a key
+        return np.asarray(values.view(pa.int64()))  # reinterprets the bits: every int64 is a key
     return np.asarray(values.cast(pa.int64()))
 
 
 def _numbers(rows: Rows, column: str, array: Any, width: int | None = None) -> Array:
-    """[n], or [n, width] of lists; int64 or float32."""
+    """Returns [n] numbers or, of lists, [n, width], as int64 or float32."""
     import pyarrow as pa
 
     shape: tuple[int, ...] = (rows.num_rows,)
@@ -208,7 +207,7 @@ def _numbers(rows: Rows, column: str, array: Any, width: int | None = None) -> A
 
 
 def _even_lists(rows: Rows, column: str, array: Any, width: int) -> Any:
-    """The elements of lists of this length. Others are noted, and cut off or filled up with nulls."""
+    """Returns the elements of lists of this length. Other lists are noted as bad, and cut off or filled with nulls."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -225,14 +224,14 @@ def _even_lists(rows: Rows, column: str, array: Any, width: int) -> Any:
 
 
 def _note(rows: Rows, is_bad: Array, column: str, what: str) -> None:
-    of_rows = is_bad if is_bad.ndim == 1 else is_bad.any(axis=1)
-    for row in np.flatnonzero(of_rows).tolist():
+    is_bad_row = is_bad if is_bad.ndim == 1 else is_bad.any(axis=1)
+    for row in np.flatnonzero(is_bad_row).tolist():
         rows.bad.setdefault(row, f"column {column!r} {what}")
 
 
 def _note_lists(rows: Rows, is_bad: Array, offsets: Array | None, column: str, what: str) -> None:
     if is_bad.any():
         places = np.flatnonzero(is_bad)
-        of_rows = places if offsets is None else np.searchsorted(offsets, places, side="right") - 1
-        for row in of_rows.tolist():
+        bad_rows = places if offsets is None else np.searchsorted(offsets, places, side="right") - 1
+        for row in bad_rows.tolist():
             rows.bad.setdefault(row, f"column {column!r} {what}")

@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: what is in it, and that it is finished."""
+"""The manifest of a prepared folder, which describes its files and proves that it is finished."""
 
 import hashlib
 import json
@@ -34,13 +34,13 @@ class Manifest:
     kind: Kind
     source: str
     schema: Mapping[str, str]
-    """column -> its Arrow type, of the files that are trained on"""
+    """Arrow type of each column of the files that are trained on"""
     counts: Mapping[str, int]
     files: Sequence[PreparedFile]
     inputs: Mapping[str, int]
-    """published file -> its bytes, in the order in which they were read"""
+    """bytes of each published file, in the order in which they were read"""
     command: Sequence[str]
-    """without the folders, which may have other names when it is called again"""
+    """the command without its folders, which may have other names when it is called again"""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,12 +56,12 @@ class Manifest:
         }
 
     def checksum(self) -> str:
-        """SHA-256 of the canonical JSON: equal exactly if the folders are."""
+        """Returns the SHA-256 of the canonical JSON, which is equal exactly if the folders are."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        """All of it or nothing, whenever the process is killed."""
+        """Writes all of the manifest or, if the process is killed, nothing."""
         unfinished = folder / f"{MANIFEST}.unfinished"
         with unfinished.open("w") as file:
             file.write(json.dumps(self.to_json(), indent=2) + "\n")
@@ -71,7 +71,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a finished folder; a ValueError says what is wrong with any other."""
+    """Reads the manifest of a finished folder; raises a ValueError for any other."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
@@ -84,7 +84,9 @@ def read_manifest(folder: Path) -> Manifest:
         named = content["kind"], content["source"], content["schema"], content["counts"]
         return Manifest(*named, files, inputs, content["command"])
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no {MANIFEST}: no folder of `nestpipe data prepare`, or not finished") from None
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: it is not a folder of `nestpipe data prepare`, or not finished"
+        ) from None
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a manifest of `nestpipe data prepare`: {error!r}") from None
 

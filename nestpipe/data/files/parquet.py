@@ -1,4 +1,4 @@
-"""Rows of Parquet or Arrow files as samples, in one order for all ranks; nothing is copied or converted beforehand."""
+"""Rows of Parquet or Arrow files as samples, in one order for all ranks, without a conversion beforehand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,25 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch
-from nestpipe.data.dataset import Dataset, Fingerprint
+from nestpipe.data.dataset import Dataset, Fingerprint, check_positions
 from nestpipe.data.files.decoded_rows import Rows, decode, empty, join, to_batch
-from nestpipe.data.files.input_forms import find_forms
 from nestpipe.data.files.read_ahead import ReadAhead
 from nestpipe.data.files.row_files import BadDataError, RowFile, UnreadableError, find_files, open_files, read_group
-from nestpipe.data.files.schema import Schema
+from nestpipe.data.files.schema import Schema, find_forms
 from nestpipe.data.order import SampleOrder, Window
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What skip_bad left out."""
+    """The data that skip_bad left out."""
 
     num_files: int = 0
-    """that could not be opened; how many rows they had is not known"""
+    """files that could not be opened; the number of their rows is unknown"""
     num_groups: int = 0
-    """that could not be read"""
+    """row groups that could not be read"""
     num_rows: int = 0
-    """of these row groups, and single ones that are not what was declared"""
+    """rows of these row groups, and single rows that do not fit the schema"""
     examples: tuple[str, ...] = ()
     """the first few reasons"""
 
@@ -36,13 +35,13 @@ class Skipped:
 class ParquetData(Dataset):
     """Samples from the rows of files, as a schema declares them.
 
-    paths: files, folders, patterns; their order counts. The seed and the position of a sample say which row it is, as
-    SampleOrder describes; without shuffle, rows come as they are in the files. num_epochs: None is endless.
+    paths: files, folders or patterns, in an order that counts. The seed and the position of a sample determine its row,
+    as SampleOrder describes; without shuffle, rows come in the order of the files. num_epochs: None for endless data.
 
-    Opening reads footers, and of inputs that are lists of any length those of one row group. A row group is read when a
-    sample of its window is needed, and the next window while samples of this one are handed out; so at most three
-    windows of decoded rows are in memory. With skip_bad, opening reads everything once, and what cannot be read or is
-    not what was declared is left out of the order: `skipped`.
+    Opening reads footers, and one row group of inputs whose lists have no fixed size. A row group is read when a sample
+    of its window is needed; the next window is read while samples are taken from this one. So at most three windows of
+    decoded rows are in memory. With skip_bad, opening reads everything once, and leaves out what cannot be read or does
+    not fit the schema: see `skipped`.
     """
 
     def __init__(
@@ -58,23 +57,23 @@ class ParquetData(Dataset):
         skip_bad: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """progress: called with the row groups that skip_bad has read, and with their number."""
+        """progress: called with the number of row groups that skip_bad has read, and the number of all."""
         if num_epochs is not None and num_epochs < 1:
             raise ValueError(f"num_epochs is {num_epochs}, must be at least 1, or None for endless data")
         self.schema = schema
         self.num_epochs = num_epochs
         self.num_group_reads = 0
-        """row groups read so far; one that is needed again in another window or epoch counts again"""
+        """row groups read so far; one that is read again counts again"""
         opened, failures = open_files(find_files(paths))
         if failures and not skip_bad:
             raise failures[0]
-        for file, found in opened:
-            schema.check(file.path, found)
+        for file, file_schema in opened:
+            schema.check(file.path, file_schema)
         self._forms = find_forms(opened, schema, skip_bad)
         self.files = [file for file, _ in opened]
         self._groups = [(file, group) for file in self.files for group in range(len(file.group_rows))]
         self._kept: dict[int, NDArray[np.int64]] = {}
-        """of row groups from which rows are left out: those that stay"""
+        """rows that stay, of row groups from which some are left out"""
         self.skipped = self._skip(failures, progress) if skip_bad else Skipped()
         sizes = [self._num_rows(number) for number in range(len(self._groups))]
         if sum(sizes) == 0:
@@ -96,10 +95,7 @@ class ParquetData(Dataset):
         return None if self.num_epochs is None else self.num_epochs * self.num_rows
 
     def samples(self, first: int, count: int) -> Batch:
-        end = self.num_samples
-        if first < 0 or count < 0 or (end is not None and first + count > end):
-            which = "at least 0" if end is None else f"0 .. {end - 1}"
-            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
+        check_positions(first, count, self.num_samples)
         if count == 0:
             return to_batch(empty(self.schema, self._forms))
         with self._lock:
@@ -107,23 +103,23 @@ class ParquetData(Dataset):
             while position < first + count:
                 window = self.order.window_at(position)
                 until = min(first + count, window.end)
-                taken, rows = self._ahead.take(window), self._rows_of(window)
-                parts.append(taken.take(rows[position - window.first : until - window.first]))
+                decoded, rows = self._ahead.take(window), self._rows_of(window)
+                parts.append(decoded.take(rows[position - window.first : until - window.first]))
                 position = until
             self._expect_next(first, count)
         return to_batch(join(parts))
 
     def fingerprint(self) -> Fingerprint:
-        """Names of files, not of their folders: data may be moved."""
+        """Uses the names of files without their folders, because data may be moved."""
         files, groups = blake2b(digest_size=16), blake2b(digest_size=16)
         for file in self.files:
             files.update(f"{file.path.name}\n".encode() + file.footer)
         groups.update(self.order.group_rows.tobytes())
         for number, kept in sorted(self._kept.items()):
             groups.update(number.to_bytes(8, "little") + kept.tobytes())
-        found: Fingerprint = {"files": files.hexdigest(), "row groups": groups.hexdigest()}
-        found["shuffle"] = self.order.shuffle
-        return found | ({"seed": self.order.seed, "window": self.order.window} if self.order.shuffle else {})
+        fingerprint: Fingerprint = {"files": files.hexdigest(), "row groups": groups.hexdigest()}
+        fingerprint["shuffle"] = self.order.shuffle
+        return fingerprint | ({"seed": self.order.seed, "window": self.order.window} if self.order.shuffle else {})
 
     def _rows_of(self, window: Window) -> NDArray[np.int64]:
         if self._rows is None or self._rows[0] != window:
@@ -131,10 +127,10 @@ class ParquetData(Dataset):
         return self._rows[1]
 
     def _expect_next(self, first: int, count: int) -> None:
-        """The window of the first batch that is not all in this one, if batches stay as far apart as the last two."""
+        """Begins to read the next window that will be needed, if batches stay as far apart as the last two."""
         previous, self._previous = self._previous, first
         stride = 0 if previous is None else first - previous
-        if stride < count:  # the first batch, or a jump back: nothing is known
+        if stride < count:  # the first batch, or a jump back: the distance is unknown
             return
         end = self.order.window_at(first + count - 1).end
         start = first + stride * max(1, -(-(end - first - count + 1) // stride))
@@ -147,7 +143,7 @@ class ParquetData(Dataset):
         return len(self._kept[number]) if number in self._kept else file.group_rows[group]
 
     def read(self, number: int) -> Rows:
-        """The rows of a row group, by its number in all files."""
+        """Reads a row group, given by its number in all files."""
         file, group = self._groups[number]
         rows = self._decoded(file, group)
         self.num_group_reads += 1
@@ -162,7 +158,7 @@ class ParquetData(Dataset):
         return decode(read_group(file, group, self.schema.columns), self.schema, self._forms)
 
     def _skip(self, failures: list[UnreadableError], progress: Callable[[int, int], None] | None) -> Skipped:
-        """Reads every row group; notes which rows stay, where not all do."""
+        """Reads every row group, and notes the rows that stay of those with bad rows."""
         reasons = [str(failure) for failure in failures]
         num_groups = num_rows = 0
         for number, (file, group) in enumerate(self._groups):

@@ -1,4 +1,4 @@
-"""A folder that `nestpipe data prepare` wrote: its manifest, and its samples."""
+"""A folder that `nestpipe data prepare` wrote, and the samples in it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +26,25 @@ class Prepared:
     manifest: Manifest
 
     def split(self, name: str) -> tuple[Path, ...]:
-        """Its files."""
+        """Returns the files of a split."""
         files = self.manifest.files
-        found = tuple(self.folder / file.name for file in files if file.split == name)
-        if not found:
+        paths = tuple(self.folder / file.name for file in files if file.split == name)
+        if not paths:
             splits = ", ".join(sorted({file.split for file in files}))
             raise BadDataError(f"{self.folder} has no files of the split {name!r}; it has {splits}")
-        return found
+        return paths
 
     @property
     def num_items(self) -> int:
-        """Items are 0 .. num_items - 1."""
+        """Number of items, which are 0 .. num_items - 1."""
         return self.manifest.counts["items"]
 
     def clicks(self, split: str, **options: Any) -> ParquetData:
-        """Options are those of ParquetData."""
+        """Returns the clicks of a split. options: those of ParquetData."""
         return ParquetData(self.split(split), CLICKS, **options)
 
     def users(self, **options: Any) -> ParquetData:
-        """Whole histories, one row for each user."""
+        """Returns whole histories, one row for each user. options: those of ParquetData."""
         schema = Schema(keys=("item", "time_seconds"), num_keys={"item": self.num_items})
         return ParquetData(self.split("all"), schema, **options)
 
@@ -60,7 +60,7 @@ class Prepared:
 
 
 def read_prepared(folder: str | Path) -> Prepared:
-    """Files must be there and as large as the manifest says; checksums are not computed again."""
+    """Opens a prepared folder. Checks that files have the sizes in the manifest, but not their checksums."""
     folder = Path(folder)
     if not folder.is_dir():
         raise BadDataError(f"there is no folder {folder}; `nestpipe data prepare` makes one")

@@ -1,4 +1,4 @@
-"""Windows of row groups, read by threads before they are needed: the one in use, and one on its way."""
+"""Reads windows of row groups in threads, before they are needed."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,9 +9,9 @@ from nestpipe.data.order import Window
 
 
 class ReadAhead:
-    """Row groups are decoded by threads of its own, which leave the interpreter to others while Arrow works.
+    """Decodes row groups in threads of its own, which release the interpreter lock while Arrow works.
 
-    What is in memory at most: the window that samples are taken from, and the next one twice, as row groups and joined.
+    At most, memory holds the window that samples are taken from, and the next one twice: as row groups and joined.
     """
 
     def __init__(self, read: Callable[[int], Rows], num_threads: int = 1) -> None:
@@ -19,40 +19,40 @@ class ReadAhead:
             raise ValueError(f"num_threads is {num_threads}, must be at least 1")
         self._read = read
         self._pool = ThreadPoolExecutor(num_threads, "nestpipe-read")
-        self._here: tuple[Window, Rows] | None = None
-        self._coming: _Coming | None = None
+        self._current: tuple[Window, Rows] | None = None
+        self._pending: _PendingWindow | None = None
 
     def take(self, window: Window) -> Rows:
-        """Waits for it, if it is not here yet."""
-        if self._here is not None and self._here[0] == window:
-            return self._here[1]
-        self._here = None
+        """Returns a window, and waits for it if need be."""
+        if self._current is not None and self._current[0] == window:
+            return self._current[1]
+        self._current = None
         self.expect(window)
-        assert self._coming is not None
-        coming, self._coming = self._coming, None
-        rows = coming.joined.result()
-        self._here = window, rows
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        rows = pending.joined.result()
+        self._current = window, rows
         return rows
 
     def expect(self, window: Window) -> None:
-        """Begins to read it. What was expected before and never taken is given up."""
-        if self._coming is not None:
-            if self._coming.window == window:
+        """Begins to read a window. Another one that was expected before and not taken is given up."""
+        if self._pending is not None:
+            if self._pending.window == window:
                 return
-            _cancel([*self._coming.groups, self._coming.joined])
+            _cancel([*self._pending.groups, self._pending.joined])
         groups = [self._pool.submit(self._read, group) for group in window.groups]
-        self._coming = _Coming(window, groups, self._pool.submit(_joined, groups))
+        self._pending = _PendingWindow(window, groups, self._pool.submit(_joined, groups))
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _PendingWindow:
     window: Window
     groups: list[Future[Rows]]
     joined: Future[Rows]
 
 
 def _joined(groups: list[Future[Rows]]) -> Rows:
-    """Behind the row groups in the queue: they have ended, or other threads are at them."""
+    """Joins row groups. It is queued after them, so each has ended or is being read by another thread."""
     try:
         parts = [group.result() for group in groups]
     except BaseException:
@@ -63,6 +63,6 @@ def _joined(groups: list[Future[Rows]]) -> Rows:
 
 
 def _cancel(futures: list[Future[Rows]]) -> None:
-    """Those that no thread has begun."""
+    """Cancels what no thread has begun."""
     for future in futures:
         future.cancel()

@@ -1,4 +1,4 @@
-"""Files of rows in row groups, Parquet or Arrow: opened, watched for changes, read one row group at a time."""
+"""Parquet and Arrow files: opened, checked for changes, read one row group at a time."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 SUFFIXES = (".parquet", ".arrow", ".feather")
 FOOTERS_KEPT = 16
-"""parsed footers of the files read last"""
+"""number of parsed footers that are cached"""
 OPEN_AT_A_TIME = 8
 
 
 class BadDataError(ValueError):
-    """Data that cannot be read, or that is not what was declared; the text names file, row group and row."""
+    """Data cannot be read or does not fit its schema. The text names file, row group and row."""
 
 
 class UnreadableError(BadDataError):
-    """A file or a row group that is damaged as a whole: data.skip_bad leaves it out."""
+    """A file or a whole row group is damaged. data.skip_bad leaves it out."""
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """What was found when the file was opened. A file that no longer is like this is refused."""
+    """A file as it was when it was opened. Once it has changed, it is refused."""
 
     path: Path
     is_parquet: bool
     size_bytes: int
     changed_ns: int
     footer: bytes
-    """a hash"""
+    """hash of the footer"""
     group_rows: tuple[int, ...]
 
     def where(self, group: int, row: int | None = None) -> str:
@@ -44,8 +44,8 @@ class RowFile:
 
 
 def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Files, folders of files, or patterns such as logs/*.parquet; sorted within each of them."""
-    found: list[Path] = []
+    """Expands files, folders of files, and patterns such as logs/*.parquet; sorts the files of each."""
+    expanded: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
             files = sorted(file for file in Path(path).iterdir() if file.suffix in SUFFIXES and file.is_file())
@@ -56,14 +56,14 @@ def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             files = [Path(path)]
         if not files:
             raise BadDataError(f"there are no files {path}; a folder must have some that end in {', '.join(SUFFIXES)}")
-        found += files
-    if not found:
+        expanded += files
+    if not expanded:
         raise BadDataError("no paths of data were given; name files, folders, or patterns such as logs/*.parquet")
-    return found
+    return expanded
 
 
 def open_files(paths: Sequence[Path]) -> tuple[list[tuple[RowFile, "pa.Schema"]], list[UnreadableError]]:
-    """Those that can be read, with their columns, in this order; and what is wrong with the others."""
+    """Opens files; returns those that can be read, in this order, with their schemas, and the errors of the others."""
     with ThreadPoolExecutor(OPEN_AT_A_TIME) as pool:
         opened = list(pool.map(_opened, paths))
     failures = [result for result in opened if isinstance(result, UnreadableError)]
@@ -78,7 +78,7 @@ def _opened(path: Path) -> tuple[RowFile, "pa.Schema"] | UnreadableError:
 
 
 def open_file(path: Path) -> tuple[RowFile, "pa.Schema"]:
-    """Reads no rows, only where they are."""
+    """Opens a file and reads its footer, but no rows."""
     import pyarrow as pa
 
     try:
@@ -96,7 +96,7 @@ def open_file(path: Path) -> tuple[RowFile, "pa.Schema"]:
 
 
 def read_group(file: RowFile, group: int, columns: Sequence[str]) -> "pa.Table":
-    """The rows of a row group. The file must be as it was when it was opened, before and after."""
+    """Reads a row group. Raises if the file has changed since it was opened, before or after reading."""
     import pyarrow as pa
 
     _check_unchanged(file, with_footer=True)
@@ -121,7 +121,7 @@ def _read(file: RowFile, group: int, columns: Sequence[str]) -> Any:
         metadata = _metadata(file)
         with pq.ParquetFile(file.path, metadata=metadata, page_checksum_verification=True) as opened:
             return opened.read_row_group(group, columns=list(columns), use_threads=False)
-    # Not mapped into memory: a file that is cut off meanwhile would kill the process.
+    # The file is not mapped into memory: if it were cut off meanwhile, the process would be killed.
     with pa.OSFile(str(file.path)) as source:
         return pa.Table.from_batches([pa.ipc.open_file(source).get_batch(group)]).select(list(columns))
 
@@ -147,13 +147,13 @@ def _arrow(path: Path) -> tuple[tuple[int, ...], "pa.Schema"]:
 
     with pa.OSFile(str(path)) as source:
         opened = pa.ipc.open_file(source)
-        # One column is enough to know how many rows there are.
+        # One column is enough to count the rows.
         one = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=[0]))
         return tuple(one.get_batch(i).num_rows for i in range(opened.num_record_batches)), opened.schema
 
 
 def _footer(path: Path, size_bytes: int) -> tuple[bytes, bool]:
-    """A hash of it, and whether it is one of Parquet."""
+    """Returns a hash of the footer, and whether the file is Parquet."""
     if size_bytes == 0:
         raise UnreadableError(f"{path} is empty (0 bytes); write it again, or leave it out")
     with path.open("rb") as file:
@@ -181,8 +181,8 @@ def _check_unchanged(file: RowFile, with_footer: bool = False) -> None:
         is_same = False
     if not is_same:
         raise BadDataError(
-            f"{file.path} has changed or gone since it was opened; rows would come twice or never. Let nobody write it "
-            "while it is read, and start again from a checkpoint"
+            f"{file.path} has changed or gone since it was opened; rows would come twice or never. Do not "
+            "write it while it is read, and start again from a checkpoint"
         )
 
 

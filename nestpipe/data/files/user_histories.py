@@ -1,4 +1,4 @@
-"""Histories of users, one row each, as samples: what was before and what came next, with the last items held out."""
+"""Histories of users as samples: items, and the item that came next. The last items are held out."""
 
 import numpy as np
 import torch
@@ -8,28 +8,29 @@ from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Dataset, Fingerprint, fingerprint_of
 from nestpipe.data.files.row_files import BadDataError
 from nestpipe.data.negatives import Negatives
-from nestpipe.data.synthetic.draws import stream
+from nestpipe.data.synthetic.draws import stream, uniform
 
 HELD_OUT_ITEMS = {"train": 2, "validation": 1, "test": 0}
-"""items at the end of each history that a part does not see; the item before them is its last target"""
+"""items at the end of each history that are hidden from a part; the item before them is its last target"""
 Numbers = NDArray[np.int64]
 CROPS = ("last", "random")
 LEAST_ITEMS = 2
-"""that a part must have of a user: one to predict from, one to predict"""
-ROWS_A_LOOK = 4096
+"""items that a part must have of a user: one to predict from, one to predict"""
+ROWS_A_SEARCH = 4096
+"""rows read at a time by the search for a user with enough items"""
 
 
 class UserHistories(Dataset):
-    """A user for each sample: `history`, `target`, the item that follows it, and `times`, as the next-item models need.
+    """One sample for each user, as next-item models need it: `history`, `target` (the item after it), and `times`.
 
-    Of each user the last item is the target of the part "test", the one before it that of "validation", and the rest is
-    the part "train". A history has at most max_length items: the last ones before the target. Of longer ones, crop
-    "random" trains on any max_length + 1 items in a row instead, another stretch in each epoch: which one depends on
-    the seed and the sample's position. Users with fewer than two items in a part are left out of the batch; if that is
-    every user of an epoch, it is an error, found at the first batch without a sample.
+    The last item of each user is the target of the part "test", the one before it that of "validation"; the others are
+    the part "train". A history has at most max_length items, the last ones before the target. If more were available,
+    crop "random" trains on any max_length + 1 consecutive items instead; the seed and the sample's position choose
+    them, so they differ between epochs. Users with fewer than two items in a part are left out of the batch. If an
+    epoch has no other users, the first batch without a sample raises an error.
 
-    rows: a dataset with two features, the items and their times in seconds, as lists of the same lengths. The weight of
-    a batch is the number of items in its histories.
+    rows: a dataset with two features, the items and their times in seconds, as lists of equal lengths. The weight of a
+    batch is the number of items in its histories.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class UserHistories(Dataset):
         self.item = item
         self.time = time
         self._has_samples = False
-        """whether a user with enough items was met"""
+        """whether a user with enough items was seen"""
 
     @property
     def num_samples(self) -> int | None:
@@ -72,11 +73,11 @@ class UserHistories(Dataset):
         num_seen = num_items - HELD_OUT_ITEMS[self.part]
         kept = np.flatnonzero(num_seen >= LEAST_ITEMS)
         if count > 0 and not self._has_samples:
-            self._has_samples = len(kept) > 0 or self._look_for_samples(first)
+            self._has_samples = len(kept) > 0 or self._find_sample(first)
         positions, num_seen = first + kept, num_seen[kept]
         lengths = np.minimum(num_seen - 1, self.max_length)
         begins = offsets[:-1][kept] + self._starts(positions, num_seen - 1 - lengths)
-        history = _stretches(items.values.numpy(), begins, lengths)
+        history = _slices(items.values.numpy(), begins, lengths)
         target = torch.from_numpy(items.values.numpy()[begins + lengths])
         keys = {"history": history, "target": Jagged.one_each(target)}
         if self.negatives is not None:
@@ -85,21 +86,21 @@ class UserHistories(Dataset):
         return Batch(keys, inputs, weight=float(lengths.sum()))
 
     def fingerprint(self) -> Fingerprint:
-        found: Fingerprint = {"part": self.part, "max_length": self.max_length, "random crop": self.is_random}
+        fingerprint: Fingerprint = {"part": self.part, "max_length": self.max_length, "random crop": self.is_random}
         if self.is_random:
-            found["seed of the crop"] = self.seed
-        return fingerprint_of(self.rows) | found
+            fingerprint["seed of the crop"] = self.seed
+        return fingerprint_of(self.rows) | fingerprint
 
-    def _look_for_samples(self, first: int) -> bool:
-        """From this position on through its epoch, until there is one: batches without any would come for ever."""
+    def _find_sample(self, first: int) -> bool:
+        """Searches an epoch for a user with enough items. Without one, training would read empty batches for ever."""
         num_rows: int | None = getattr(self.rows, "num_rows", self.rows.num_samples)
         if num_rows is None:
-            return False  # endless data without epochs: nobody knows what is still to come
+            return False  # endless data without epochs: the next samples cannot be known
         needed = HELD_OUT_ITEMS[self.part] + LEAST_ITEMS
         begin = first - first % num_rows
-        for at, end in ((first, begin + num_rows), (begin, first)):
-            for position in range(at, end, ROWS_A_LOOK):
-                items = self.rows.samples(position, min(ROWS_A_LOOK, end - position)).keys[self.item]
+        for start, end in ((first, begin + num_rows), (begin, first)):
+            for position in range(start, end, ROWS_A_SEARCH):
+                items = self.rows.samples(position, min(ROWS_A_SEARCH, end - position)).keys[self.item]
                 if bool((items.lengths >= needed).any()):
                     return True
         raise BadDataError(
@@ -118,15 +119,15 @@ class UserHistories(Dataset):
             )
 
     def _starts(self, positions: Numbers, num_left: Numbers) -> Numbers:
-        """Where the history begins, of so many items that it could leave out before it."""
+        """Returns the number of items before each history, of `num_left` that do not fit into it."""
         if not self.is_random:
             return num_left
-        uniform = (stream("stretch", self.seed, positions) >> 11).astype(np.float64) * 2.0**-53
-        starts: Numbers = (uniform * (num_left + 1)).astype(np.int64)
+        draws = uniform(stream("stretch", self.seed, positions))
+        starts: Numbers = (draws * (num_left + 1)).astype(np.int64)
         return starts
 
     def _times(self, times: Numbers, begins: Numbers, lengths: Numbers) -> Numbers:
-        """[n, max_length + 1]: of the history, then of the target, the rest 0."""
+        """Returns [n, max_length + 1] times: of the history, then of the target, then 0."""
         places = np.arange(self.max_length + 1)
         is_used = places <= lengths[:, None]
         result = np.zeros(is_used.shape, np.int64)
@@ -134,7 +135,7 @@ class UserHistories(Dataset):
         return result
 
 
-def _stretches(values: Numbers, begins: Numbers, lengths: Numbers) -> Jagged:
+def _slices(values: Numbers, begins: Numbers, lengths: Numbers) -> Jagged:
     offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
     where = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], lengths)
     return Jagged(torch.from_numpy(values[where]), torch.from_numpy(offsets))

@@ -1,1 +1,1 @@
-"""Synthetic data: every sample is computed from the seed and its position."""
+"""Synthetic data. Every sample is computed from the seed and its position."""

@@ -1,11 +1,11 @@
-"""A synthetic click log: any sample can be made directly, from the seed and its position."""
+"""A synthetic click log."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, check_positions
 from nestpipe.data.synthetic.draws import Floats, Words, normal, stream, zipf_quantiles, zipf_values
 
 NUM_DENSE = 13
@@ -20,24 +20,24 @@ PAIRS = ((3, 16), (4, 18), (5, 20), (6, 21), (7, 22), (8, 24))
 
 
 class ClickData(Dataset):
-    """13 dense features, 26 sparse features of one key each, and a click.
+    """Samples with 13 dense features, 26 sparse features of one key each, and a click.
 
     Sparse: `c00` .. `c25`. Field f has NUM_VALUES[f] * scale values (at least 10), Zipf distributed with exponent
-    `skew`; the key of a value is a hash of field and value, 63 bits, so that all fields may share a table. Sessions:
-    each block of 1024 samples has 256 of them, and a sample is of any one of these; the samples of a session, 4 in the
-    mean, share their keys in the fields of the user, c00 .. c09.
+    `skew`. The key of a value is a 63-bit hash of field and value, so that all fields may share a table. Each block of
+    1024 samples has 256 sessions, and a sample belongs to any of them. The samples of a session, 4 on average, share
+    the keys of the user's fields, c00 .. c09.
 
     Dense: `dense` [n, 13], each nearly normal (a sum of four uniform numbers), mean 0, standard deviation 1.
 
     Click: `click_probability` = sigmoid(BIAS + a hidden effect of each key + a hidden linear function of the dense
     features + for each of PAIRS the dot product of two hidden vectors of 4 elements, one for each of its keys). All are
-    nearly normal: effects with standard deviation KEY_STRENGTH * NUM_VALUES[f] ** -0.125, stronger where a key is seen
-    more often, coefficients with DENSE_STRENGTH, products with PAIR_STRENGTH. `click` is 1 with that probability, so
-    no model can know more. With all defaults a quarter of the samples is clicked, and the probability itself has an AUC
-    of 0.83 and a normalised entropy of 0.74.
+    nearly normal: effects with standard deviation KEY_STRENGTH * NUM_VALUES[f] ** -0.125, stronger where keys are
+    frequent, coefficients with DENSE_STRENGTH, products with PAIR_STRENGTH. `click` is 1 with that probability, so no
+    model can predict better than it. With all defaults a quarter of the samples is clicked, and the probability itself
+    has an AUC of 0.83 and a normalised entropy of 0.74.
 
-    The seed draws the samples. Keys and hidden effects are the same for every seed, so that data of another seed is a
-    test set, and so are other positions.
+    The seed draws the samples. Keys and hidden effects are the same for every seed, so samples of another seed, or at
+    other positions, are a test set.
     """
 
     num_samples: int | None = None
@@ -59,9 +59,7 @@ class ClickData(Dataset):
         self._dense_effects = self.DENSE_STRENGTH * normal(stream("dense effect", 0, np.arange(NUM_DENSE)))
 
     def samples(self, first: int, count: int) -> Batch:
-        if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
-            which = "at least 0" if self.num_samples is None else f"0 .. {self.num_samples - 1}"
-            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
+        check_positions(first, count, self.num_samples)
         positions = np.arange(first, first + count, dtype=np.uint64)
         keys = self._keys(positions)
         dense = [normal(stream(f"dense {i}", self.seed, positions)) for i in range(NUM_DENSE)]
@@ -87,11 +85,11 @@ class ClickData(Dataset):
         return (stream("key", 0, values) >> 1).view(np.int64)
 
     def _values(self, field: int, units: Words) -> Words:
-        """0 is the most frequent one."""
+        """Returns a value of the field for each unit. Value 0 is the most frequent."""
         return zipf_values(self._quantiles[field], stream(f"value {field}", self.seed, units))
 
     def _probability(self, keys: NDArray[np.int64], dense: list[Floats]) -> NDArray[np.float32]:
-        """Added up field by field: in which order a reduction of numpy adds may depend on the number of samples."""
+        """Adds field by field, because the order of numpy's reductions may depend on the number of samples."""
         words = keys.view(np.uint64)
         logit = np.full(words.shape[1], self.BIAS)
         effects = normal(stream("key effect", 0, words))
@@ -106,7 +104,7 @@ class ClickData(Dataset):
 
 
 def _dot(one: Words, other: Words) -> Floats:
-    """The products of four numbers of 16 bits added, standardised; exact, so that the order does not matter."""
+    """Returns standardised dot products of four 16-bit numbers each. They are exact in any order of summation."""
     products = one.view(np.int16).astype(np.float64) * other.view(np.int16)
     total: Floats = products.reshape(-1, 4).sum(axis=1)
     return total * (1.5 / 2.0**30)

@@ -1,4 +1,4 @@
-"""Random draws by number: the words of a stream can be made in any order, each from the seed and its number alone."""
+"""Random draws by number: each word of a stream is a function of the seed and its number."""
 
 from hashlib import blake2b
 
@@ -13,20 +13,20 @@ _CELL_BITS = 16
 
 
 def stream(purpose: str, seed: int, units: NDArray[np.integer]) -> Words:
-    """Random words: of the splitmix64 sequence that begins at a hash of (seed, purpose), those numbered `units`."""
+    """Returns the words numbered `units` of the splitmix64 sequence that begins at a hash of (seed, purpose)."""
     start = int.from_bytes(blake2b(f"{seed} {purpose}".encode(), digest_size=8).digest(), "little")
     return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(start))
 
 
 def following(starts: Words, counts: NDArray[np.int64]) -> Words:
-    """Of the splitmix64 sequences that begin at `starts`, the first `counts` words of each, one behind the other."""
+    """Returns the first `counts` words of the splitmix64 sequences that begin at `starts`, concatenated."""
     ends = np.cumsum(counts)
     numbers = np.arange(1, (ends[-1] if len(ends) else 0) + 1) - np.repeat(ends - counts, counts)
     return _mix(numbers.astype(np.uint64) * np.uint64(_GOLDEN) + np.repeat(starts, counts))
 
 
 def zipf_quantiles(num_values: int, skew: float) -> Words:
-    """The value at each of 2^16 + 1 evenly spaced places of the distribution; 0 is the most frequent one."""
+    """Returns the values at 2^16 + 1 evenly spaced places of the distribution. Value 0 is the most frequent."""
     cumulated = np.cumsum(np.arange(1, num_values + 1) ** -skew)
     places = np.arange(2**_CELL_BITS + 1) * (cumulated[-1] / 2**_CELL_BITS)
     quantiles: Words = np.searchsorted(cumulated, places, side="right").astype(np.uint64)
@@ -34,17 +34,17 @@ def zipf_quantiles(num_values: int, skew: float) -> Words:
 
 
 def zipf_values(quantiles: Words, words: Words) -> Words:
-    """A value for each word, of which the highest 16 and the lowest 32 bits are used."""
+    """Returns a value for each word, from its highest 16 and its lowest 32 bits."""
     cell = (words >> (64 - _CELL_BITS)).view(np.int64)
     low = quantiles.take(cell)
     num_in_cell = quantiles.take(cell + 1) - low
-    # In the tail a cell has many values, and all are taken as equally likely.
+    # In the tail a cell has many values, which are taken as equally likely.
     values: Words = low + ((words & 0xFFFFFFFF) * num_in_cell >> 32)
     return values
 
 
 def normal(words: Words) -> Floats:
-    """Nearly normal: four numbers of 16 bits, added and standardised."""
+    """Returns nearly normal numbers: the standardised sum of four 16-bit numbers."""
     pairs = (words & 0x0000FFFF0000FFFF) + (words >> 16 & 0x0000FFFF0000FFFF)
     total = (pairs & 0xFFFFFFFF) + (pairs >> 32)
     result: Floats = (total.astype(np.float64) - 131070.0) * (3.0**0.5 / 65536.0)
@@ -58,7 +58,7 @@ def uniform(words: Words) -> Floats:
 
 
 def _mix(x: Words) -> Words:
-    """In place."""
+    """Mixes the bits of words in place."""
     x ^= x >> 30
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> 27

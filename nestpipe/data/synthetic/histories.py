@@ -1,4 +1,4 @@
-"""Synthetic histories with something to learn: users with interests, items that lead to others, sessions."""
+"""Synthetic histories that a model can learn: users have interests, items lead to others, sessions begin and end."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
-from nestpipe.data.synthetic.draws import Floats, Words, normal, stream
+from nestpipe.data.dataset import Dataset, check_positions
+from nestpipe.data.synthetic.draws import Floats, Words, normal, stream, uniform
 
 Numbers = NDArray[np.int64]
 
@@ -16,7 +16,7 @@ SHORT_GAP_SECONDS = (5, 600)
 LONG_GAP_SECONDS = (4 * 3600, 10 * 86400)
 START_SECONDS = 30 * 86400
 ATTEMPTS = 4
-"""candidates drawn at a time, of which the first that is not in the history is taken"""
+"""candidates drawn at a time; the first that is not in the history is used"""
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,27 @@ class HistoryShape:
     """The parameters of HistoryData, with their meaning."""
 
     num_items: int = 2000
-    """items, and keys: 0 .. num_items - 1, by popularity"""
+    """number of items; their keys are 0 .. num_items - 1, by popularity"""
     skew: float = 0.8
     """an item's popularity is (its number + 1) to the power of -skew"""
     num_interests: int = 20
     """item i is of interest i modulo num_interests"""
     interests_a_user: int = 3
-    """interests of a user, distinct, any set as likely as any other"""
+    """number of distinct interests of a user; all sets are equally likely"""
     num_groups: int = 25
     """item i is in group (i // num_interests) modulo num_groups, and leads to a group that a hash of i names"""
     follow: float = 0.6
-    """within a session: probability of an item that the one before leads to, of the user's interests"""
+    """within a session: probability of an item of the user's interests that the previous item leads to"""
     interest: float = 0.25
     """within a session: probability of an item of one of the user's interests"""
     new_session: float = 0.15
-    """probability that an item begins a session; the first one does"""
+    """probability that an item begins a session; the first item always does"""
     median_length: float = 20
-    """of a history, before it is cut at max_length"""
+    """median length of a history, before it is cut at max_length"""
     length_spread: float = 0.5
     """standard deviation of the logarithm of the length"""
     max_length: int = 32
-    """most items of a history"""
+    """largest number of items of a history"""
 
     def __post_init__(self) -> None:
         for name in ("num_items", "num_interests", "interests_a_user", "num_groups", "max_length"):
@@ -77,25 +77,25 @@ class HistoryShape:
 
 
 class HistoryData(Dataset):
-    """A user for each sample: `history`, up to max_length items, `target`, the item that follows, and `times`.
+    """One user for each sample: `history`, up to max_length items, `target`, the item that follows, and `times`.
 
-    HistoryShape says how many of everything there are. An item begins a session or goes on with one. Within a session
-    it is drawn in one of three ways: with probability `follow` from the items of the group that the item before leads
-    to and of the user's interests, by popularity; with probability `interest` from one of the user's interests, each as
-    likely, by popularity; otherwise from all items, by popularity. At the beginning of a session the first way is left
-    out and the other two keep their proportion. An item that the user has had is drawn again, in any way, so that no
-    item repeats and the target is never in the history.
+    HistoryShape has the parameters. An item begins a session or continues one. Within a session it is drawn in one of
+    three ways, always by popularity: with probability `follow` from the items of the user's interests in the group that
+    the previous item leads to; with probability `interest` from one of the user's interests, all equally likely;
+    otherwise from all items. At the beginning of a session the first way is left out, and the other two keep their
+    proportion. An item that the user already had is drawn again, in any way, so that no item repeats and the target is
+    never in the history.
 
     Lengths of histories are lognormal: median_length times e to the power of length_spread times a nearly normal
     number, rounded down, at least 1 and at most max_length. The weight of a batch is the number of items in its
     histories.
 
-    `times` [n, max_length + 1]: seconds, of each item and then of the target, the rest 0. A session begins after a gap
-    between the two LONG_GAP_SECONDS, items within it come after one between the two SHORT_GAP_SECONDS, both spread
-    evenly over orders of magnitude. So times say where sessions begin, the target's included.
+    `times` [n, max_length + 1]: seconds of each item, then of the target, then 0. A session begins after a gap between
+    the two LONG_GAP_SECONDS; items within it come after gaps between the two SHORT_GAP_SECONDS. Both are spread evenly
+    over orders of magnitude. So times show where sessions begin, even if the target begins one.
 
-    The seed draws the users. Items, their interests, groups and where they lead are the same for every seed. Held out
-    are other positions: other users, none of whose items was ever trained on as theirs.
+    The seed draws the users. Items, their interests, their groups and where they lead are the same for every seed. A
+    test set is at other positions: it has other users, whose histories were never trained on.
     """
 
     num_samples: int | None = None
@@ -112,15 +112,13 @@ class HistoryData(Dataset):
         self.interests: Numbers = items % shape.num_interests
         self.groups: Numbers = items // shape.num_interests % shape.num_groups
         self.leads_to: Numbers = (stream("leads to", 0, items) % np.uint64(shape.num_groups)).astype(np.int64)
-        self._all = _Shelf(self.popularity, np.zeros(shape.num_items, np.int64), 1)
-        self._of_interest = _Shelf(self.popularity, self.interests, shape.num_interests)
+        self._by_popularity = _Shelf(self.popularity, np.zeros(shape.num_items, np.int64), 1)
+        self._by_interest = _Shelf(self.popularity, self.interests, shape.num_interests)
         cells = self.groups * shape.num_interests + self.interests
-        self._of_cell = _Shelf(self.popularity, cells, shape.num_groups * shape.num_interests)
+        self._by_cell = _Shelf(self.popularity, cells, shape.num_groups * shape.num_interests)
 
     def samples(self, first: int, count: int) -> Batch:
-        if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
-            which = "at least 0" if self.num_samples is None else f"0 .. {self.num_samples - 1}"
-            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
+        check_positions(first, count, self.num_samples)
         positions = np.arange(first, first + count, dtype=np.uint64)
         lengths = self._lengths(positions)
         begins, times = self._sessions(positions)
@@ -134,7 +132,7 @@ class HistoryData(Dataset):
         return Batch(keys, {"times": torch.from_numpy(times)}, weight=float(lengths.sum()))
 
     def user_interests(self, positions: Words) -> Numbers:
-        """[n, interests_a_user]"""
+        """Returns [n, interests_a_user] interests."""
         numbers = np.arange(self.shape.num_interests, dtype=np.uint64)
         words = stream("interests", self.seed, positions[:, None] * np.uint64(self.shape.num_interests) + numbers)
         return np.argsort(words, axis=1)[:, : self.shape.interests_a_user]
@@ -145,62 +143,62 @@ class HistoryData(Dataset):
         return np.clip(lengths.astype(np.int64), 1, shape.max_length)
 
     def _sessions(self, positions: Words) -> tuple[NDArray[np.bool_], Numbers]:
-        """[n, max_length + 1] whether an item begins a session, and when it was."""
+        """Returns [n, max_length + 1] whether each item begins a session, and its time."""
         units = _units(positions[:, None], np.arange(self.shape.max_length + 1))
-        begins = _uniform(stream("session", self.seed, units)) < self.shape.new_session
+        begins = uniform(stream("session", self.seed, units)) < self.shape.new_session
         begins[:, 0] = True
         low, high = (np.where(begins, LONG_GAP_SECONDS[i], SHORT_GAP_SECONDS[i]) for i in (0, 1))
-        gaps = np.minimum(low * (high / low) ** _uniform(stream("gap", self.seed, units)), high).astype(np.int64)
+        gaps = np.minimum(low * (high / low) ** uniform(stream("gap", self.seed, units)), high).astype(np.int64)
         gaps[:, 0] = (stream("start", self.seed, positions) % np.uint64(START_SECONDS)).astype(np.int64)
         return begins, gaps.cumsum(axis=1)
 
     def _items(self, positions: Words, lengths: Numbers, begins: NDArray[np.bool_]) -> Numbers:
-        """[n, max_length + 1]; behind the target 0."""
+        """Returns [n, max_length + 1] items of the history, then the target, then 0."""
         items = np.zeros((len(positions), self.shape.max_length + 1), np.int64)
         users = self.user_interests(positions)
         for place in range(int(lengths.max(initial=-1)) + 1):
-            open_, number = np.flatnonzero(lengths >= place), 0
-            while len(open_) > 0:
-                draws = _Draws(self.seed, number, positions[open_], place)
-                drawn = self._drawn(draws, users[open_], items[open_, place - 1], begins[open_, place])
-                had = (drawn[:, :, None] == items[open_, None, :place]).any(axis=2)
+            pending, attempt = np.flatnonzero(lengths >= place), 0
+            while len(pending) > 0:
+                draws = _Draws(self.seed, attempt, positions[pending], place)
+                drawn = self._drawn(draws, users[pending], items[pending, place - 1], begins[pending, place])
+                had = (drawn[:, :, None] == items[pending, None, :place]).any(axis=2)
                 which = np.argmin(had, axis=1)
-                is_new = ~had[np.arange(len(open_)), which]
-                items[open_[is_new], place] = drawn[is_new, which[is_new]]
-                open_, number = open_[~is_new], number + 1
+                is_new = ~had[np.arange(len(pending)), which]
+                items[pending[is_new], place] = drawn[is_new, which[is_new]]
+                pending, attempt = pending[~is_new], attempt + 1
         return items
 
     def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
-        """[n, ATTEMPTS] items, for users of these interests, behind the items before."""
+        """Returns [n, ATTEMPTS] candidates for users of these interests, after the items `before`."""
         shape = self.shape
         way = np.where(begins[:, None], shape.follow + draws.way * (1 - shape.follow), draws.way)
-        one = users[np.arange(len(users))[:, None], draws.of_user(shape.interests_a_user)]
-        of_interest = self._of_interest.take(one, draws.item)
+        interest = users[np.arange(len(users))[:, None], draws.interest(shape.interests_a_user)]
+        by_interest = self._by_interest.take(interest, draws.item)
         cells = self.leads_to[before][:, None] * shape.num_interests + users
-        following = self._of_cell.take_of_several(cells, draws.cell, draws.item)
-        popular = self._all.take(np.zeros_like(one), draws.item)
-        by_taste = np.where(way < shape.follow + shape.interest, of_interest, popular)
-        return np.where(way < shape.follow, following, by_taste)
+        following = self._by_cell.take_from_union(cells, draws.cell, draws.item)
+        popular = self._by_popularity.take(np.zeros_like(interest), draws.item)
+        others = np.where(way < shape.follow + shape.interest, by_interest, popular)
+        return np.where(way < shape.follow, following, others)
 
 
 class _Draws:
-    """[n, ATTEMPTS] random numbers for a place of each history, in one round of attempts."""
+    """Random numbers [n, ATTEMPTS] for one place of each history, in one round of attempts."""
 
-    def __init__(self, seed: int, number: int, positions: Words, place: int) -> None:
+    def __init__(self, seed: int, attempt: int, positions: Words, place: int) -> None:
         units = _units(_units(positions, np.array(place))[:, None], np.arange(ATTEMPTS), ATTEMPTS)
-        words = stream(f"way {number}", seed, units)
+        words = stream(f"way {attempt}", seed, units)
         self.way = (words >> 40).astype(np.float64) * 2.0**-24
         self.cell = (words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
         self._low = words & 0xFFFF
-        self.item = _uniform(stream(f"item {number}", seed, units))
+        self.item = uniform(stream(f"item {attempt}", seed, units))
 
-    def of_user(self, number: int) -> Numbers:
-        """Which of so many interests."""
-        return (self._low % np.uint64(number)).astype(np.int64)
+    def interest(self, num_interests: int) -> Numbers:
+        """Returns the index of one of a user's interests."""
+        return (self._low % np.uint64(num_interests)).astype(np.int64)
 
 
 class _Shelf:
-    """Items by class, to draw from a class with probabilities in proportion to their popularity."""
+    """Items by class, drawn from a class in proportion to their popularity."""
 
     def __init__(self, popularity: Floats, classes: Numbers, num_classes: int) -> None:
         self.order = np.argsort(classes, kind="stable")
@@ -208,24 +206,21 @@ class _Shelf:
         self.first = np.searchsorted(classes[self.order], np.arange(num_classes + 1))
         self.low = self.cumulated[self.first]
 
-    def take(self, classes: Numbers, uniform: Floats) -> Numbers:
+    def take(self, classes: Numbers, places: Floats) -> Numbers:
+        """Draws an item of each class; places: in [0, 1), where in the class's cumulated popularity the item is."""
         low, high = self.low[classes], self.low[classes + 1]
-        where = np.searchsorted(self.cumulated, low + uniform * (high - low), side="right") - 1
-        # Rounding may reach the end of the class.
+        where = np.searchsorted(self.cumulated, low + places * (high - low), side="right") - 1
+        # Rounding may reach beyond the class.
         items: Numbers = self.order[np.clip(where, self.first[classes], self.first[classes + 1] - 1)]
         return items
 
-    def take_of_several(self, classes: Numbers, which: Floats, uniform: Floats) -> Numbers:
-        """Of the union of some classes [n, several]: [n, ATTEMPTS]"""
+    def take_from_union(self, classes: Numbers, which: Floats, places: Floats) -> Numbers:
+        """Draws [n, ATTEMPTS] items, each from the union of several classes [n, num_classes]."""
         cumulated = (self.low[classes + 1] - self.low[classes]).cumsum(axis=1)
-        places = (which * cumulated[:, -1:])[:, :, None] >= cumulated[:, None, :-1]
-        return self.take(np.take_along_axis(classes, places.sum(axis=2), axis=1), uniform)
+        is_before = (which * cumulated[:, -1:])[:, :, None] >= cumulated[:, None, :-1]
+        return self.take(np.take_along_axis(classes, is_before.sum(axis=2), axis=1), places)
 
 
 def _units(numbers: Words, places: NDArray[np.integer], num_places: int = 2**12) -> Words:
     units: Words = numbers * np.uint64(num_places) + places.astype(np.uint64)
     return units
-
-
-def _uniform(words: Words) -> Floats:
-    return (words >> 11).astype(np.float64) * 2.0**-53

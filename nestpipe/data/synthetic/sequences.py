@@ -1,11 +1,11 @@
-"""Synthetic behaviour sequences: any sample can be made directly, from the seed and its position."""
+"""Synthetic behaviour sequences."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.data.dataset import Dataset
+from nestpipe.data.dataset import Dataset, check_positions
 from nestpipe.data.synthetic.draws import Words, normal, stream, zipf_quantiles, zipf_values
 
 NUM_ITEMS = 10_000_000
@@ -20,7 +20,7 @@ MAX_LENGTH = 512
 
 
 class SequenceData(Dataset):
-    """One sparse feature, `history`: the items that a user has seen, a user for each sample.
+    """One user for each sample, with one sparse feature, `history`: the items that the user has seen.
 
     Lengths are lognormal: MEDIAN_LENGTH times e to the power of LENGTH_SPREAD times a nearly normal number, rounded
     down, at least 1 and at most MAX_LENGTH.
@@ -29,7 +29,7 @@ class SequenceData(Dataset):
     INTERESTS_A_SAMPLE interests, each drawn evenly, so that some coincide. With probability INTEREST_SHARE an item of
     the sequence is one of the ITEMS_AN_INTEREST most popular items of one of these interests, Zipf distributed with
     exponent SKEW; otherwise it is any item, Zipf distributed with exponent SKEW over all of them. Items may repeat. The
-    key of an item is a hash of its number, 63 bits.
+    key of an item is a 63-bit hash of its number.
 
     The seed draws the samples; keys are the same for every seed.
     """
@@ -46,9 +46,7 @@ class SequenceData(Dataset):
         self._items_of_interest = zipf_quantiles(ITEMS_AN_INTEREST, SKEW)
 
     def samples(self, first: int, count: int) -> Batch:
-        if first < 0 or count < 0 or (self.num_samples is not None and first + count > self.num_samples):
-            which = "at least 0" if self.num_samples is None else f"0 .. {self.num_samples - 1}"
-            raise ValueError(f"{count} samples from position {first} on were asked for; positions are {which}")
+        check_positions(first, count, self.num_samples)
         positions = np.arange(first, first + count, dtype=np.uint64)
         lengths = self._lengths(positions)
         offsets = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
@@ -62,13 +60,13 @@ class SequenceData(Dataset):
         return np.clip(lengths.astype(np.int64), 1, MAX_LENGTH)
 
     def _items(self, positions: Words, place: Words) -> Words:
-        """Of each sample (by position) the item at this place of its sequence."""
+        """Returns the item at a place of the sequence of each sample, given by its position."""
         units = positions * np.uint64(MAX_LENGTH) + place
         choice = stream("choice", self.seed, units)
         words = stream("item", self.seed, units)
         which = choice % np.uint64(INTERESTS_A_SAMPLE)
         interest = stream("interest", self.seed, positions * np.uint64(INTERESTS_A_SAMPLE) + which)
-        of_interest = zipf_values(self._items_of_interest, words) * np.uint64(NUM_INTERESTS)
-        of_interest += interest % np.uint64(NUM_INTERESTS)
+        interest_items = zipf_values(self._items_of_interest, words) * np.uint64(NUM_INTERESTS)
+        interest_items += interest % np.uint64(NUM_INTERESTS)
         is_of_interest = (choice >> 40) * 2.0**-24 < INTEREST_SHARE
-        return np.where(is_of_interest, of_interest, zipf_values(self._all_items, words))
+        return np.where(is_of_interest, interest_items, zipf_values(self._all_items, words))

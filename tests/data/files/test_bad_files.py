@@ -1,7 +1,7 @@
-"""Files that are not what was declared, damaged, or changed: an error that says where, or left out and counted.
+"""Files that do not fit the schema, are damaged, or change: an error that says where, or data left out and counted.
 
-Fails, for example, if _check_unchanged looks at the size alone, if Schema.check lets floats be keys, or if keep() drops
-the bad rows of a row group but not from its lists.
+Fails, for example, if _check_unchanged looks at the size alone, if Schema.check lets floats be keys, or if Rows.take
+keeps the keys of bad rows.
 """
 
 import os
@@ -46,7 +46,7 @@ def numbers(data: ParquetData) -> list[int]:
     ],
 )
 def test_columns_that_are_not_what_was_declared(schema: Schema, text: str, tmp_path: Path) -> None:
-    """Refused when the files are opened, with skip_bad too: the declaration is wrong, not a row."""
+    """They are refused when the files are opened, with skip_bad too, because the schema is wrong and not a row."""
     (path,) = write_numbers(tmp_path, (20,))
     table = pq.read_table(path)
     words = pa.array([["a"]] * 20)
@@ -113,16 +113,16 @@ def test_bad_rows(case: str, tmp_path: Path) -> None:
     data = ParquetData([good, path], schema, shuffle=False, num_epochs=1, window=1)
     with pytest.raises(BadDataError, match=rf"b.parquet, row group 0, row {bad[0]}: column {text}"):
         data.samples(0, 7)
-    data.samples(0, 2)  # the other file is well
+    data.samples(0, 2)  # the other file is good
     data = ParquetData([good, path], schema, shuffle=False, num_epochs=1, skip_bad=True)
     assert (data.num_samples, data.skipped.num_rows, data.skipped.num_groups) == (7 - len(bad), len(bad), 0)
     assert f"row {bad[0]}: column '" in data.skipped.examples[0]
     batch = data.samples(0, 7 - len(bad))
-    stay = [row for row in range(5) if row not in bad]
+    good_rows = [row for row in range(5) if row not in bad]
     if "k" in batch.keys:
-        assert batch.keys["k"].values.tolist() == [0, 1, *(2 + row for row in stay)]
+        assert batch.keys["k"].values.tolist() == [0, 1, *(2 + row for row in good_rows)]
     else:
-        kept = [key for row in [0, 0, *stay] for key in _as_list(values[row].as_py())]
+        kept = [key for row in [0, 0, *good_rows] for key in _as_list(values[row].as_py())]
         assert batch.keys["v"].values.tolist() == kept
 
 
@@ -142,7 +142,7 @@ def test_files_without_rows(values: list[object], tmp_path: Path) -> None:
 
 
 def test_the_form_of_an_input_is_that_of_all_files(tmp_path: Path) -> None:
-    """In any window, and in an empty batch. Fails if decode leaves the type of a row group as it is."""
+    """It holds in any window, and in an empty batch. Fails if decode keeps the dtype of a row group."""
     integers = write_parquet(tmp_path / "a.parquet", {"k": [1, 2], "v": [[1, 2], [3, 4]], "w": [0, 1]})
     floats = write_parquet(tmp_path / "b.parquet", {"k": [3], "v": [[0.5, 1.0]], "w": [1]})
     for paths, dtype in (([integers], torch.int64), ([integers, floats], torch.float32)):
@@ -156,7 +156,7 @@ def test_the_form_of_an_input_is_that_of_all_files(tmp_path: Path) -> None:
 
 
 def test_one_list_that_is_too_long(tmp_path: Path) -> None:
-    """It is the bad one. Fails if _width takes the longest."""
+    """That list is the bad one. Fails if _width returns the largest length."""
     values = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0], None]
     path = write_parquet(tmp_path / "a.parquet", {"k": [0, 1, 2, 3], "v": values, "w": [1] * 4})
     data = ParquetData(path, INPUTS, shuffle=False, num_epochs=1, skip_bad=True)
@@ -166,7 +166,7 @@ def test_one_list_that_is_too_long(tmp_path: Path) -> None:
         ParquetData(path, INPUTS).samples(0, 1)
 
 
-def test_lists_that_are_otherwise_in_another_file(tmp_path: Path) -> None:
+def test_lists_that_differ_between_files(tmp_path: Path) -> None:
     first = write_parquet(tmp_path / "a.parquet", {"k": [1, 2], "v": [[1.0, 2.0], [1.0, 2.0]], "w": [0, 1]})
     wider = write_parquet(tmp_path / "b.parquet", {"k": [3], "v": [[1.0, 2.0, 3.0]], "w": [1]})
     plain = write_parquet(tmp_path / "c.parquet", {"k": [3], "v": [1.0], "w": [1]})
@@ -175,7 +175,7 @@ def test_lists_that_are_otherwise_in_another_file(tmp_path: Path) -> None:
     assert ParquetData([first, wider], INPUTS, skip_bad=True).skipped.num_rows == 1
     with pytest.raises(BadDataError, match=r"'v' is declared .* has lists in .*a.parquet and numbers in .*c.parquet"):
         ParquetData([first, plain], INPUTS)
-    fixed = pa.array([[1.0, 2.0, 3.0]], pa.list_(pa.float32(), 3))  # the type says how long they must be
+    fixed = pa.array([[1.0, 2.0, 3.0]], pa.list_(pa.float32(), 3))  # the type gives the length
     declared = write_parquet(tmp_path / "d.parquet", {"k": [3], "v": fixed, "w": [1]})
     data = ParquetData([first, declared], INPUTS, skip_bad=True, num_epochs=1)
     assert data.samples(0, 1).inputs["v"].tolist() == [[1.0, 2.0, 3.0]]
@@ -190,7 +190,7 @@ def cut(path: Path) -> None:
 
 
 def half_written(path: Path) -> None:
-    """As a writer leaves it that was killed before it wrote the footer."""
+    """Cuts a file as if its writer was killed before it wrote the footer."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_row_group(tmp_path: Path) -> None:
 
 
 def test_pages_with_a_checksum_that_is_wrong(tmp_path: Path) -> None:
-    """A flipped bit that would decode to other keys."""
+    """Without the checksum, the flipped bit would give another key."""
     table = pa.table({"number": np.arange(100)})
     path = tmp_path / "sums.parquet"
     pq.write_table(table, path, use_dictionary=False, compression="none", write_page_checksum=True)
@@ -260,7 +260,7 @@ def test_pages_with_a_checksum_that_is_wrong(tmp_path: Path) -> None:
 
 
 def rewrite(path: Path) -> None:
-    """Other rows, the same size and time of change: only the footer tells."""
+    """Changes the footer, but neither the size nor the time of change."""
     stat = path.stat()
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
@@ -271,7 +271,7 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize("change", [Path.unlink, cut, lambda path: os.utime(path, (1, 1)), rewrite])
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_a_file_that_changes_while_it_is_read(change: Callable[[Path], object], skip_bad: bool, tmp_path: Path) -> None:
-    """It is no longer known which rows were seen: never skipped."""
+    """It cannot be skipped, because it is no longer known which rows were seen."""
     (path,) = write_numbers(tmp_path, (45,))
     data = ParquetData(path, SCHEMA, num_epochs=1, shuffle=False, window=1, skip_bad=skip_bad)
     data.samples(0, 5)

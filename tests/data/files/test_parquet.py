@@ -1,7 +1,7 @@
-"""Files of rows as data: what is in a batch, which rows each rank gets, going on, and which row groups are read.
+"""Files as data: the contents of a batch, the rows of each rank, continuing, and the row groups that are read.
 
-Fails, for example, if the order depends on the batch size, if samples takes the window of its first sample for all of
-them, or if what is read ahead is the window behind this one instead of the next one that the rank needs.
+Fails, for example, if the order depends on the batch size, if samples uses the window of its first sample for all of
+them, or if the window after this one is read ahead instead of the next one that the rank needs.
 """
 
 import json
@@ -38,7 +38,7 @@ def rank_batches(paths: list[Path], batch_size: int, world_size: int, **options:
 
 
 def test_a_state_of_another_order_is_refused(paths: list[Path], tmp_path: Path) -> None:
-    """Fails if fingerprint leaves out one of these; a position alone is taken as it is."""
+    """Fails if fingerprint leaves out one of these. A state with the position alone is accepted."""
     state = json.loads(json.dumps(Batches(FirstSamples(ParquetData(paths, SCHEMA, seed=3, window=3), 90), 7).state()))
     moved = [Path(shutil.copy(path, tmp_path)) for path in paths]
     goes_on = Batches(ParquetData(moved, SCHEMA, seed=3, window=3, num_threads=2, num_epochs=9), 5, 1, 2)
@@ -71,7 +71,7 @@ def test_a_row_is_a_sample(paths: list[Path]) -> None:
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(1, 1), (7, 1), (4, 2), (10, 3), (13, 4), (135, 2), (200, 1)])
 def test_the_order_does_not_depend_on_ranks_or_batch_size(paths: list[Path], batch_size: int, world_size: int) -> None:
-    """And every sample comes once an epoch; the last global batch has what is left."""
+    """Every sample comes once in an epoch, and the last global batch has the remaining ones."""
     alone = numbers(ParquetData(paths, SCHEMA, seed=3, window=3).samples(0, 2 * NUM_ROWS))
     ranks = rank_batches(paths, batch_size, world_size, num_epochs=2)
     together = [numbers(batch) for step in zip(*ranks, strict=True) for batch in step]
@@ -82,7 +82,7 @@ def test_the_order_does_not_depend_on_ranks_or_batch_size(paths: list[Path], bat
 
 @pytest.mark.parametrize("position", [0, 1, 29, 30, 134, 135, 200, 270])
 def test_goes_on_at_any_step(paths: list[Path], position: int) -> None:
-    """With another number of ranks and another batch size."""
+    """The number of ranks and the batch size may differ."""
     whole = numbers(ParquetData(paths, SCHEMA, seed=3, window=3).samples(0, 2 * NUM_ROWS))
     ranks = rank_batches(paths, 11, 2, num_epochs=2)
     for batches in ranks:
@@ -99,7 +99,7 @@ def test_endless_without_epochs(paths: list[Path]) -> None:
 
 
 def test_a_rank_reads_the_row_groups_of_its_samples_only(paths: list[Path]) -> None:
-    """14 row groups, windows of one: of each two batches rank 1 has the second."""
+    """There are 14 row groups, in windows of one. Rank 1 has every second batch."""
     sizes = [len(file.group_rows) for file in ParquetData(paths, SCHEMA).files]
     assert sizes == [10, 4]
     data = ParquetData(paths, SCHEMA, window=1, num_epochs=1, shuffle=False)
@@ -110,8 +110,8 @@ def test_a_rank_reads_the_row_groups_of_its_samples_only(paths: list[Path]) -> N
     read = data._ahead._read
     data._ahead._read = lambda group: (reads.append(group), read(group))[1]
     for _ in Batches(data, 10, 1, 2):
-        if data._ahead._coming is not None:
-            data._ahead._coming.joined.result()  # what was begun comes to its end, needed or not
+        if data._ahead._pending is not None:
+            data._ahead._pending.joined.result()  # waits for all reads, needed or not
     assert sorted(reads) == sorted({group for groups in needed for group in groups})
     assert data.num_group_reads == len(reads)
 
@@ -119,10 +119,10 @@ def test_a_rank_reads_the_row_groups_of_its_samples_only(paths: list[Path]) -> N
 def test_a_window_is_read_once_and_the_next_one_ahead(paths: list[Path]) -> None:
     data = ParquetData(paths, SCHEMA, window=3)
     data.samples(0, 5)
-    data.samples(5, 5)  # now the distance of batches is known
-    assert data._ahead._coming is not None
-    assert data._ahead._coming.window == data.order.window_at(data.order.window_at(0).end)
-    data._ahead._coming.joined.result()
+    data.samples(5, 5)  # now the distance between batches is known
+    assert data._ahead._pending is not None
+    assert data._ahead._pending.window == data.order.window_at(data.order.window_at(0).end)
+    data._ahead._pending.joined.result()
     assert data.num_group_reads == 6
     for first in range(10, 30, 5):
         data.samples(first, 5)
@@ -131,7 +131,7 @@ def test_a_window_is_read_once_and_the_next_one_ahead(paths: list[Path]) -> None
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_few_decoded_row_groups_are_kept(paths: list[Path], window: int) -> None:
-    """Fails if ReadAhead keeps the window it had: what is alive would grow to all 14."""
+    """Fails if ReadAhead keeps its windows: all 14 row groups would stay in memory."""
     data = ParquetData(paths, SCHEMA, window=window, num_epochs=2)
     read, decoded, most = data._ahead._read, [], 0
 
@@ -143,8 +143,8 @@ def test_few_decoded_row_groups_are_kept(paths: list[Path], window: int) -> None
     data._ahead._read = watched
     for first in range(0, 270, 9):
         data.samples(first, 9)
-        if data._ahead._coming is not None:
-            data._ahead._coming.joined.result()
+        if data._ahead._pending is not None:
+            data._ahead._pending.joined.result()
         most = max(most, sum(rows() is not None for rows in decoded))
     assert len(decoded) == 28
     assert most <= window + 1

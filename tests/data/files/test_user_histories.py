@@ -1,7 +1,7 @@
-"""Histories of users as samples: what is held out, how long ones are cut, and the batch that the models need.
+"""Histories of users as samples: held-out items, crops of long histories, and the batch that models need.
 
-Fails, for example, if HELD_OUT_ITEMS of train is 1, if the random stretch may reach the items that are held out, or if
-negatives are drawn by a sample's number in the batch.
+Fails, for example, if HELD_OUT_ITEMS of train is 1, if a random crop may reach the held-out items, or if negatives are
+drawn by a sample's index in the batch.
 """
 
 from pathlib import Path
@@ -48,17 +48,17 @@ def histories(batch: Batch) -> list[list[int]]:
     ],
 )
 def test_the_last_items_are_held_out(rows: ParquetData, part: str, expected: dict[int, tuple[int, int]]) -> None:
-    """expected: user -> first item and target; at most 4 items of a history, and nobody without one."""
+    """expected: user -> first item and target. Histories have at most 4 items, and at least one."""
     batch = UserHistories(rows, 4, part).samples(0, len(LENGTHS))
     assert histories(batch) == [list(range(100 * u + a, 100 * u + b)) for u, (a, b) in expected.items()]
     assert batch.keys["target"].values.tolist() == [100 * u + b for u, (_, b) in expected.items()]
     times = [[1000 * u + 7 * i for i in range(a, b + 1)] for u, (a, b) in expected.items()]
-    assert batch.inputs["times"].tolist() == [of_user + [0] * (5 - len(of_user)) for of_user in times]
+    assert batch.inputs["times"].tolist() == [user_times + [0] * (5 - len(user_times)) for user_times in times]
     assert batch.weight == sum(b - a for a, b in expected.values())
 
 
-def test_random_stretches_of_long_histories(rows: ParquetData) -> None:
-    """Of 28 items of user 5, any 5 in a row; the other users as before; the same whatever the batches are."""
+def test_random_crops_of_long_histories(rows: ParquetData) -> None:
+    """User 5 gets any 5 consecutive ones of 28 items, independent of the batches; the other users are as before."""
     data = UserHistories(rows, 4, "train", "random", seed=3)
     plain = UserHistories(rows, 4, "train")
     firsts = []
@@ -78,7 +78,7 @@ def test_random_stretches_of_long_histories(rows: ParquetData) -> None:
 
 
 def test_negatives_go_by_the_position(rows: ParquetData) -> None:
-    """Whatever was left out of the batch before."""
+    """They do not depend on the users that are left out of the batch."""
     data = UserHistories(rows, 4, "train", negatives=Negatives(10**9, 5, seed=1))
     batch = data.samples(0, 6)
     assert batch.keys["negatives"].lengths.tolist() == [20, 5, 20]
@@ -114,10 +114,10 @@ def test_each_item_needs_its_time(tmp_path: Path) -> None:
 
 
 def test_a_prepared_folder(tmp_path: Path) -> None:
-    found = read_prepared(write_histories(tmp_path / "ml"))
-    data = found.histories("test", 10, num_epochs=1)
+    prepared = read_prepared(write_histories(tmp_path / "ml"))
+    data = prepared.histories("test", 10, num_epochs=1)
     batches = list(Batches(data, 16))
-    assert sum(map(len, batches)) == found.manifest.counts["users"] == 60
+    assert sum(map(len, batches)) == prepared.manifest.counts["users"] == 60
     assert max(batch.keys["history"].lengths.max() for batch in batches) == 10
     clicks = read_prepared(write_clicks(tmp_path / "criteo"))
     batch = clicks.clicks("train").samples(0, 100)
@@ -151,9 +151,9 @@ def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
 
 
 def test_items_outside_the_corpus_are_refused(tmp_path: Path) -> None:
-    found = read_prepared(write_histories(tmp_path / "ml", num_items=50))
-    counts = {**found.manifest.counts, "items": 49}
-    smaller = Prepared(found.folder, type(found.manifest)(**{**vars(found.manifest), "counts": counts}))
+    prepared = read_prepared(write_histories(tmp_path / "ml", num_items=50))
+    counts = {**prepared.manifest.counts, "items": 49}
+    smaller = Prepared(prepared.folder, type(prepared.manifest)(**{**vars(prepared.manifest), "counts": counts}))
     with pytest.raises(
         BadDataError, match=r"users-00000.parquet, row group 0, row \d+: column 'item' has a key outside"
     ):
@@ -166,7 +166,7 @@ def test_items_outside_the_corpus_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_epochs", [None, 2])
 def test_no_user_with_enough_items(num_epochs: int | None, tmp_path: Path) -> None:
-    """Fails, by training for ever, without _look_for_samples; and if it asks for one user too many or too few."""
+    """Fails, by training for ever, without _find_sample; and if it asks for one item too many or too few."""
     lists = [[7, 8, 9]] * 50
     path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
     rows = ParquetData(path, SCHEMA, num_epochs=num_epochs, window=1)
@@ -177,7 +177,7 @@ def test_no_user_with_enough_items(num_epochs: int | None, tmp_path: Path) -> No
 
 
 def test_one_user_with_enough_items(tmp_path: Path) -> None:
-    """Wherever it is: batches before and after it are empty, and no error."""
+    """Batches before and after that user are empty, which is no error."""
     lists = [[7, 8, 9]] * 50 + [[1, 2, 3, 4]] + [[1]] * 9
     path = write_parquet(tmp_path / "x.parquet", {"item": pa.array(lists), "time_seconds": pa.array(lists)})
     for position in (0, 44, 55):

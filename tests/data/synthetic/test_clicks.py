@@ -1,6 +1,6 @@
-"""The synthetic click log: the same samples however they are asked for, and the distributions it promises.
+"""The synthetic click log: samples do not depend on how they are asked for, and have the documented distributions.
 
-Fails, for example, if stream numbers its words by place in the batch, if sessions go on beyond their block, or if
+Fails, for example, if stream numbers its words by index in the batch, if sessions continue beyond their block, or if
 `click` is drawn with a probability 5% higher than the one given.
 """
 
@@ -29,7 +29,7 @@ def assert_equal(got: Batch, expected: Batch) -> None:
 
 
 def key_columns(batch: Batch) -> torch.Tensor:
-    """[fields, samples]"""
+    """Returns [fields, samples] keys."""
     return torch.stack([jagged.values for jagged in batch.keys.values()])
 
 
@@ -60,7 +60,7 @@ def test_a_long_batch_has_the_samples_of_short_ones() -> None:
 
 
 def test_known_samples() -> None:
-    """Recorded data, and results trained on it, stay valid only while these do not change."""
+    """Recorded results of training stay valid only while these do not change."""
     batch = ClickData(seed=1).samples(10**6, 2)
     assert batch.keys["c00"].values.tolist() == [1319622840071630966, 4724092572968253414]
     assert batch.keys["c25"].values.tolist() == [275102768331184735, 275102768331184735]
@@ -73,7 +73,7 @@ def test_seeds_differ_in_samples_only() -> None:
     assert not torch.equal(one.inputs["dense"], other.inputs["dense"])
     same = (key_columns(one) == key_columns(other)).double().mean(1)
     assert same.max() < 0.5
-    for field in range(26):  # the frequent keys are those of any seed
+    for field in range(26):  # the most frequent keys are the same for every seed
         top = [torch.mode(key_columns(batch)[field]).values for batch in (one, other)]
         assert top[0] == top[1]
 
@@ -105,7 +105,7 @@ def test_values_are_zipf_distributed(skew: float, field: int) -> None:
     values = ClickData(skew=skew)._values(field, np.arange(num_draws, dtype=np.uint64)).astype(np.int64)
     share = np.arange(1, num_values + 1) ** -skew
     share /= share.sum()
-    # The first values one by one, then ever more of them together: 5 deviations, and a cell of the distribution.
+    # Compares the first values one by one, rare ones in ever larger groups; allows 5 deviations and a cell.
     starts = np.unique(np.geomspace(1, num_values, 40).astype(int)) - 1
     expected = num_draws * np.add.reduceat(share, starts)
     got = np.add.reduceat(np.bincount(values, minlength=num_values), starts)
@@ -114,7 +114,7 @@ def test_values_are_zipf_distributed(skew: float, field: int) -> None:
 
 
 def test_the_keys_of_the_default_are_skewed() -> None:
-    """Seen from outside: the most frequent keys of a field have the shares of a Zipf distribution of exponent 1.05."""
+    """The most frequent keys of a field have the shares of a Zipf distribution with exponent 1.05."""
     columns = key_columns(ClickData().samples(0, 100_000))
     for field in (13, 19, 25):
         counts = columns[field].unique(return_counts=True)[1].sort(descending=True).values
@@ -128,7 +128,7 @@ def test_keys_are_scattered_and_of_one_field_only() -> None:
     assert sum(map(len, distinct)) == len(set.union(*distinct))
     keys = columns.unique()
     assert keys.min() >= 0
-    # Evenly over 63 bits, and no low bit stays the same.
+    # They are spread evenly over 63 bits.
     shares = torch.bincount(keys >> 60, minlength=8) / len(keys)
     assert shares.sub(0.125).abs().max() < 0.01
     assert (((keys[:, None] >> torch.arange(63)) & 1).double().mean(0) - 0.5).abs().max() < 0.02
@@ -143,7 +143,7 @@ def test_a_session_shares_the_keys_of_the_user() -> None:
     assert 0.9 * SESSIONS < len(sessions) <= SESSIONS  # a few have no sample: (1 - 1 / 256) ** 1024 of them
     assert torch.bincount(which).double().mean() == pytest.approx(BLOCK / SESSIONS, rel=0.1)
     assert len(columns[NUM_USER_FIELDS:].T.unique(dim=0)) == BLOCK
-    # Scattered: two neighbours are rarely of one session, and no session goes beyond its block.
+    # Two neighbours are rarely of one session, and no session continues beyond its block.
     assert (which[1:] == which[:-1]).double().mean() < 0.05
     following = key_columns(ClickData(seed=2).samples(4 * BLOCK, BLOCK))[:NUM_USER_FIELDS].T
     assert len(torch.cat([users, following]).unique(dim=0)) == len(sessions) + len(following.unique(dim=0))
@@ -166,7 +166,7 @@ def test_clicks_have_the_probability_given() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_how_much_can_be_known(seed: int) -> None:
+def test_how_well_clicks_can_be_predicted(seed: int) -> None:
     inputs = ClickData(seed=seed).samples(10**9, 50_000).inputs
     probability, click = inputs["click_probability"].double(), inputs["click"]
     assert 0.2 < click.mean() < 0.3

@@ -1,4 +1,4 @@
-"""Histories: the same samples however they are asked for, and the distributions they promise.
+"""Histories: samples do not depend on how they are asked for, and have the documented distributions.
 
 Fails, for example, if `samples` numbers positions from 0, if `is_new` is taken as true, if `cells` are
 those of any interests, or if `way` is not shifted where a session begins.
@@ -38,7 +38,7 @@ def test_any_slicing_gives_the_same_samples(first: int, sizes: list[int]) -> Non
 
 
 def test_known_samples() -> None:
-    """Recorded results stay valid only while these do not change."""
+    """Recorded results of training stay valid only while these do not change."""
     batch = HistoryData(seed=1).samples(10**6, 3)
     assert batch.keys["history"].lengths.tolist() == KNOWN[0]
     assert batch.keys["history"].values[:5].tolist() == KNOWN[1]
@@ -72,8 +72,8 @@ def test_no_item_repeats_and_the_target_is_not_in_the_history() -> None:
     assert int(history.values.max()) < DATA.shape.num_items
 
 
-def test_no_item_repeats_where_many_were_had() -> None:
-    """Most attempts are in vain: the last item of a user who has had half of the corpus."""
+def test_no_item_repeats_in_a_small_corpus() -> None:
+    """Most candidates for the last item are rejected, because the user has had half of the corpus."""
     shape = HistoryShape(20, 0.8, 2, 1, 2, 0.6, 0.25, median_length=10, length_spread=0, max_length=10)
     batch = HistoryData(1, shape=shape).samples(0, 500)
     rows = torch.cat([batch.keys["history"].values.view(500, 10), batch.keys["target"].values[:, None]], dim=1)
@@ -110,9 +110,9 @@ def test_interests_are_sets() -> None:
 
 
 def test_items_follow_within_sessions_only() -> None:
-    """Shares of (leads, is of the user's interests) among next items, with and without a new session.
+    """Checks which next items the last one leads to, and are of the user's interests, with and without a new session.
 
-    Had items are drawn again, which moves the shares a little.
+    Items that the user had are drawn again, which changes the shares a little.
     """
     items, following = (part.numpy() for part in transitions(MANY))
     lengths, shape = MANY.keys["history"].lengths, DATA.shape
@@ -123,24 +123,24 @@ def test_items_follow_within_sessions_only() -> None:
     own, chance = shape.interests_a_user / shape.num_interests, 1 / shape.num_groups
     for new, follow in ((False, shape.follow), (True, 0.0)):
         share = shape.interest / (1 if not new else 1 - shape.follow)
-        here = begins.numpy() == new
-        assert (leads & is_own)[here].mean() == pytest.approx(
+        is_chosen = begins.numpy() == new
+        assert (leads & is_own)[is_chosen].mean() == pytest.approx(
             follow + (share + (1 - follow - share) * own) * chance, abs=0.04
         )
-        assert is_own[here].mean() == pytest.approx(follow + share + (1 - follow - share) * own, abs=0.04)
+        assert is_own[is_chosen].mean() == pytest.approx(follow + share + (1 - follow - share) * own, abs=0.04)
 
 
 def test_first_items_are_zipf_distributed() -> None:
-    """Of any interest as often as of any other, so that popularity within an interest shows."""
+    """All interests are equally frequent, so the popularity within an interest is visible."""
     first = MANY.keys["history"].values[MANY.keys["history"].offsets[:-1]].numpy()
     shape = DATA.shape
     share = shape.interest / (1 - shape.follow)
     for low, high in ((0, 20), (20, 200), (200, 2000)):
-        of_all = DATA.popularity[low:high].sum() / DATA.popularity.sum()
+        popular_share = DATA.popularity[low:high].sum() / DATA.popularity.sum()
         per_interest = np.bincount(DATA.interests, DATA.popularity)
-        of_interests = (DATA.popularity / per_interest[DATA.interests])[low:high].sum() / shape.num_interests
+        interest_share = (DATA.popularity / per_interest[DATA.interests])[low:high].sum() / shape.num_interests
         got = ((first >= low) & (first < high)).mean()
-        assert got == pytest.approx(share * of_interests + (1 - share) * of_all, abs=0.02)
+        assert got == pytest.approx(share * interest_share + (1 - share) * popular_share, abs=0.02)
 
 
 @pytest.mark.parametrize(

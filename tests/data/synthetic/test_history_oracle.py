@@ -1,7 +1,7 @@
-"""The oracle's probabilities: against plain loops over all sets of interests, against counting many users, and ranks.
+"""The oracle's probabilities equal those of plain loops, and the frequencies among many users; ranks of targets.
 
 Fails, for example, if `is_new` leaves out the items of the interests, if evidence is not divided by it, if the target's
-own place is taken as within a session, or if `of_group` adds up the whole group.
+own place is taken as within a session, or if `group_popularity` adds up the whole group.
 """
 
 from itertools import combinations
@@ -19,7 +19,7 @@ TINY = HistoryShape(14, 0.7, 3, 2, 2, 0.55, 0.3, 0.25, median_length=4, length_s
 
 
 def slow_mixture(data: HistoryData, own: tuple[int, ...], before: int | None, begins: bool) -> np.ndarray:
-    """[num_items] the probability of each item at one attempt, for a user of these interests."""
+    """Returns [num_items] the probability of each item at one attempt, for a user of these interests."""
     shape, pop = data.shape, data.popularity
     items = range(shape.num_items)
     rest = 1 - shape.follow - shape.interest
@@ -30,9 +30,9 @@ def slow_mixture(data: HistoryData, own: tuple[int, ...], before: int | None, be
         for i in led:
             total[i] += follow * pop[i] / sum(pop[j] for j in led)
     for interest in own:
-        of_it = [i for i in items if data.interests[i] == interest]
-        for i in of_it:
-            total[i] += shape.interest / scale / len(own) * pop[i] / sum(pop[j] for j in of_it)
+        members = [i for i in items if data.interests[i] == interest]
+        for i in members:
+            total[i] += shape.interest / scale / len(own) * pop[i] / sum(pop[j] for j in members)
     return total + rest / scale * pop / pop.sum()
 
 
@@ -69,13 +69,13 @@ def test_adds_up_to_1_over_the_corpus_without_the_history() -> None:
     probabilities = HistoryOracle(data).probabilities(batch)
     assert torch.allclose(probabilities.sum(1), torch.ones(50, dtype=torch.float64), rtol=1e-12)
     history = batch.keys["history"]
-    of_history = probabilities[torch.arange(50).repeat_interleave(history.lengths), history.values]
-    assert bool((of_history == 0).all())
+    history_probabilities = probabilities[torch.arange(50).repeat_interleave(history.lengths), history.values]
+    assert bool((history_probabilities == 0).all())
     assert int((probabilities == 0).sum()) == len(history.values)
 
 
 def test_is_what_the_generator_does() -> None:
-    """Of many users, those with the same two items: how often each target came, and what the oracle expects."""
+    """Among many users with the same two items, targets are as frequent as the oracle expects."""
     shape = HistoryShape(6, 0.5, 2, 1, 2, 0.5, 0.3, 0.3, median_length=2, length_spread=0, max_length=2)
     data = HistoryData(2, shape=shape)
     batch = data.samples(0, 60_000)
@@ -88,13 +88,13 @@ def test_is_what_the_generator_does() -> None:
     )
     expected = HistoryOracle(data).probabilities(batch[firsts]) * counts.sum(1, keepdim=True)
     squares = ((counts - expected) ** 2 / expected)[expected > 5]
-    # Chi-square: mean 1 for each cell that is free.
+    # Chi-square has mean 1 for each free cell.
     assert len(squares) > 300
     assert float(squares.mean()) == pytest.approx(0.75, abs=0.15)
 
 
 def test_times_matter() -> None:
-    """The target's time, which the model sees too: after a long gap nothing follows."""
+    """After a long gap before the target, the last item leads to nothing. The model sees that time, too."""
     data = HistoryData(1)
     batch = data.samples(0, 1)
     times, length = batch.inputs["times"].clone(), int(batch.keys["history"].lengths[0])
@@ -134,7 +134,7 @@ def test_baselines_count() -> None:
 
 
 def test_the_more_is_known_the_better() -> None:
-    """Hit rates at 10: the oracle above the bigram above the popularity, with room between them."""
+    """Hit rates at 10: the oracle is clearly above the bigram, which is clearly above the popularity."""
     data = HistoryData(1)
     popularity, bigram = count(data, data.shape.num_items, 0, 10_000)
     batch = data.samples(2**40, 400)
@@ -146,7 +146,7 @@ def test_the_more_is_known_the_better() -> None:
 
 
 def test_ranks_of_targets() -> None:
-    """Ties go to the smaller key; what is in the history does not count, whatever its score."""
+    """The smaller key wins a tie, and items of the history do not count."""
     batch = Batch({"history": Jagged.from_lists([[0], [], [3, 4]]), "target": Jagged.from_lists([[2], [2], [0]])})
     scores = torch.tensor([[9.0, 5, 5, 5, 1], [9, 5, 5, 5, 1], [1, 0, 2, 9, 9]])
     assert ranks_of_targets(scores, batch).tolist() == [2, 3, 2]

@@ -1,6 +1,6 @@
-"""Behaviour sequences: the same samples however they are asked for, and the distributions they promise.
+"""Behaviour sequences: samples do not depend on how they are asked for, and have the documented distributions.
 
-Fails, for example, if `units` are numbered by place in the batch, if interests are drawn for each item, or if an item
+Fails, for example, if `units` are numbered by index in the batch, if interests are drawn for each item, or if an item
 is of an interest with a probability 0.05 above INTEREST_SHARE.
 """
 
@@ -34,7 +34,7 @@ def assert_equal(got: Batch, expected: Batch) -> None:
 
 
 def items_of(data: SequenceData, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sample and item of each occurrence."""
+    """Returns the sample and the item of each occurrence."""
     positions = np.arange(count, dtype=np.uint64)
     lengths = data._lengths(positions)
     samples = np.repeat(positions, lengths)
@@ -52,7 +52,7 @@ def test_any_slicing_gives_the_same_samples(first: int, sizes: list[int]) -> Non
 
 
 def test_known_samples() -> None:
-    """Recorded data, and results trained on it, stay valid only while these do not change."""
+    """Recorded results of training stay valid only while these do not change."""
     history = SequenceData(seed=1).samples(10**6, 3).keys["history"]
     assert history.lengths.tolist() == [49, 53, 40]
     assert history.values[:2].tolist() == [5760092429151129692, 2379741637280914066]
@@ -83,7 +83,7 @@ def test_lengths_are_lognormal() -> None:
 
 
 def test_items_are_of_few_interests() -> None:
-    """The share of items that are of one of the sample's own interests, chance hits included."""
+    """Checks the share of items that are of the sample's own interests, including those that are so by chance."""
     samples, items = items_of(DATA, 2000)
     assert 0 <= items.min() <= items.max() < NUM_ITEMS
     numbers = samples[:, None] * INTERESTS_A_SAMPLE + np.arange(INTERESTS_A_SAMPLE)
@@ -95,21 +95,21 @@ def test_items_are_of_few_interests() -> None:
 
 
 def test_items_are_zipf_distributed() -> None:
-    """The items of a rank within their interest: those drawn for it, and those drawn of all."""
+    """Items are grouped by popularity within their interest, whether drawn from the interest or from all items."""
     _, items = items_of(DATA, 4000)
     weights = np.arange(1, NUM_ITEMS + 1) ** -SKEW
     weights /= weights.sum()
-    of_interest = np.arange(1, ITEMS_AN_INTEREST + 1) ** -SKEW
-    of_interest /= of_interest.sum()
+    interest_weights = np.arange(1, ITEMS_AN_INTEREST + 1) ** -SKEW
+    interest_weights /= interest_weights.sum()
     for first, end in ((0, 1), (1, 10), (10, 100), (100, ITEMS_AN_INTEREST)):
-        expected = INTEREST_SHARE * of_interest[first:end].sum()
+        expected = INTEREST_SHARE * interest_weights[first:end].sum()
         expected += (1 - INTEREST_SHARE) * weights[first * NUM_INTERESTS : end * NUM_INTERESTS].sum()
         got = ((items >= first * NUM_INTERESTS) & (items < end * NUM_INTERESTS)).mean()
         assert got == pytest.approx(expected, abs=0.005)
 
 
 def test_splitting_costs_what_it_should() -> None:
-    """Distinct keys of all parts over those of the batch, in the given order."""
+    """Compares the distinct keys of all micro-batches, in the given order, with those of the batch."""
     for batch_size, num_parts, expansion in ((512, 4, 1.22), (2048, 8, 1.44)):
         history = DATA.samples(0, batch_size).keys["history"]
         parts = torch.arange(batch_size).tensor_split(num_parts)
