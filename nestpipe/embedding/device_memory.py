@@ -24,7 +24,7 @@ from nestpipe.embedding.memory import HostCall
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
-from nestpipe.kernels.rows.keep_alive import keep_alive_until
+from nestpipe.kernels.rows.pinned import keep_alive_until
 from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 T = TypeVar("T", bound=OfTensors)

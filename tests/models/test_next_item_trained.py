@@ -1,4 +1,4 @@
-"""HSTU and FuXi through the Trainer: accepted in micro-batches, the same digest again, and they learn.
+"""Trains HSTU and FuXi: the Trainer accepts them in micro-batches, digests are reproducible, and the loss falls.
 
 Fails, for example, if the loss is divided by the number of positions (check_split refuses it), or if the negatives of a
 sample are drawn from the default generator.
@@ -19,7 +19,7 @@ DIM = 8
 
 
 class Histories(Dataset):
-    """Items follow each other in order, so that there is something to learn."""
+    """Histories of consecutive items, so that there is something to learn."""
 
     num_samples = None
 
