@@ -1,4 +1,4 @@
-"""What models of histories share: input layer, parameters of attention, loss of the next item, vector of the user.
+"""Base of the models of histories: input layer, parameters of attention, loss of the next item, vector of the user.
 
 Features, which share one table and have no padding keys:
     history     the items of each sample in order, at most max_length of them
@@ -46,7 +46,7 @@ class LayerOptions:
 
 
 class AttentionLayer(nn.Module):
-    """What layers share: the projection to gates u and to v, q, k, the weights of position and time, dropout."""
+    """Base of layers: the projection to gates u and to v, q, k, the weights of position and time, and dropout."""
 
     def __init__(self, options: LayerOptions, num_gates: int, generator: torch.Generator) -> None:
         """num_gates: widths of u, in units of v's."""

@@ -65,7 +65,7 @@ class Sequences:
 
     @cached_property
     def is_last(self) -> Tensor:
-        """Whether each token is the last of its sample, [num_tokens]."""
+        """Flags of the last tokens of their samples, [num_tokens] bool."""
         numbers = torch.arange(self.num_tokens, device=self.offsets.device)
         return numbers + 1 == self.offsets.index_select(0, self.samples + 1)
 
