@@ -49,7 +49,7 @@ class AttentionLayer(nn.Module):
     """Base of layers: the projection to gates u and to v, q, k, the weights of position and time, and dropout."""
 
     def __init__(self, options: LayerOptions, num_gates: int, generator: torch.Generator) -> None:
-        """num_gates: widths of u, in units of v's."""
+        """num_gates: width of u as a multiple of the width of v."""
         super().__init__()
         check_form(options.attention)
         self.num_heads = num_heads = options.num_heads

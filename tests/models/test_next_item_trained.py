@@ -11,6 +11,7 @@ import nestpipe
 from nestpipe import Batch
 from nestpipe.data.dataset import Batches, Dataset
 from nestpipe.data.negatives import WithNegatives
+from nestpipe.embedding import optim
 from nestpipe.models import HSTU, FuXi
 from tests.histories import NUM_ITEMS, features, histories
 
@@ -37,7 +38,7 @@ class Histories(Dataset):
 def train(model_class, per: str, steps: int, num_micro_batches: int, schedule: str = "serial", dropout: float = 0.2):
     torch.use_deterministic_algorithms(True)
     try:
-        table = nestpipe.Table("item", DIM, optimizer=nestpipe.rows.Adam(0.01, betas=(0.9, 0.98)))
+        table = nestpipe.Table("item", DIM, optimizer=optim.Adam(0.01, betas=(0.9, 0.98)))
         trainer = nestpipe.Trainer(
             model_class(DIM, MAX_LENGTH, dim_qk=4, dim_v=4, num_heads=2, dropout=dropout, negatives_per=per, seed=4),
             features(table),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import nestpipe
+from nestpipe.embedding import optim
 from nestpipe.kernels.rows import updates
 from tests.kernels.bits import DTYPES, dims_and_dtypes, same_bits
 
@@ -149,7 +149,7 @@ def test_same_bits_as_the_native_library(name: str, dtype: torch.dtype, device: 
     """Fails if only one of them computes 1 - beta in the rows' dtype."""
     records, g = drawn(name, 50, 33, dtype)
     on_device = records.to(device)
-    optimizer = nestpipe.rows.Adagrad(LR, eps=EPS) if name == "adagrad" else nestpipe.rows.Adam(LR, (BETA1, BETA2), EPS)
+    optimizer = optim.Adagrad(LR, eps=EPS) if name == "adagrad" else optim.Adam(LR, (BETA1, BETA2), EPS)
     masked = torch.tensor(False, device=device)
     for step in (1, 2, 3):
         optimizer.apply(records[:, :33], records[:, 33:], g, step)
@@ -167,10 +167,10 @@ def test_no_rows(name: str, device: torch.device) -> None:
 def test_close_to_the_row_optimizers(dtype: torch.dtype, device: torch.device) -> None:
     """The row optimizers in host memory have another order of sums, so results are close."""
     optimizers = {
-        "sgd": nestpipe.rows.SGD(LR),
-        "adagrad": nestpipe.rows.Adagrad(LR, eps=EPS),
-        "rowwise_adagrad": nestpipe.rows.RowwiseAdagrad(LR, eps=EPS),
-        "adam": nestpipe.rows.Adam(LR, (BETA1, BETA2), EPS),
+        "sgd": optim.SGD(LR),
+        "adagrad": optim.Adagrad(LR, eps=EPS),
+        "rowwise_adagrad": optim.RowwiseAdagrad(LR, eps=EPS),
+        "adam": optim.Adam(LR, (BETA1, BETA2), EPS),
     }
     for name, optimizer in optimizers.items():
         records, g = drawn(name, 50, 20, dtype)
