@@ -34,9 +34,9 @@ class _Use:
 class Graph:
     """A recorded function of x and of parameters, with its backward.
 
-    x has the same shape in every call, and the parameters stay where they are. The graph owns the memory it works on,
-    and its output and the gradient of x are views of that memory: the next replay overwrites them. So a graph has one
-    user at a time.
+    x has at most as many rows as in the recording, and the parameters stay where they are. The graph owns the memory it
+    works on. Its output and the gradient of x are views of that memory, which the next replay overwrites. So a graph
+    has one user at a time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Graph:
         self.parameters = parameters
         self._x = torch.zeros_like(x).requires_grad_()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # "thread_local" lets other threads go on. The generator's state is restored, since a recording draws nothing.
+        # "thread_local" lets other threads go on. The generator is restored: a recording advances it but draws nothing.
         options = {"pool": pool, "stream": _recording(x.device), "capture_error_mode": "thread_local"}
         state = torch.cuda.get_rng_state(x.device)
         try:

@@ -1,7 +1,7 @@
 """Streams of an accelerator and marks in them. On a CPU an operation is over when it returns, so all this does nothing.
 
-A lane of an accelerator is a thread with its own stream. The stream runs what the thread enqueues later, in order. A
-mark is a moment of a stream: another stream can wait for it without making a thread wait.
+A lane of an accelerator is a thread with its own stream, which runs later and in order what the thread enqueues. A mark
+is a moment of a stream: another stream can wait for it without making a thread wait.
 """
 
 import threading
@@ -94,7 +94,7 @@ class Streams:
     """One stream for each lane, kept as long as the world lives: torch reuses a stream's memory in that stream only."""
 
     def __init__(self, device: torch.device, is_exclusive: bool = False) -> None:
-        """is_exclusive: these streams are never shared, even if none is left."""
+        """is_exclusive: raise an error rather than share a stream with others."""
         self.device = device
         self.is_exclusive = is_exclusive
         self._by_lane: dict[str, torch.Stream] = {}
@@ -124,7 +124,7 @@ class Streams:
                 stream = torch.Stream(self.device)
                 if stream.stream_id not in taken:
                     return stream
-        raise RuntimeError(f"{self.device} has no stream left that is not in use; close worlds that are not needed")
+        raise RuntimeError(f"{self.device} has no stream left that is not in use; delete worlds that are not needed")
 
 
 NUM_DRAWS = 128
