@@ -1,4 +1,4 @@
-"""Small histories, their next items and negatives, as the models of histories receive them; for tests."""
+"""Small histories, their next items and negatives, as the models of histories receive them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ NUM_ITEMS = 30
 
 @dataclass
 class Rows:
-    """A feature of jagged rows."""
+    """A feature whose samples have any number of rows."""
 
     rows: Tensor
     index: Tensor
@@ -37,16 +37,16 @@ class Rows:
 def histories(
     lengths: Sequence[int], max_length: int, num_negatives: int = 3, per: str = "position", seed: int = 0
 ) -> Batch:
-    """Keys below NUM_ITEMS; negatives that are the next item occur."""
+    """Makes a batch of keys below NUM_ITEMS. Some negatives are the next item."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(lengths, dtype=torch.int64)
     number = counts if per == "position" else torch.ones_like(counts)
 
-    def keys(of_samples: Tensor) -> Jagged:
-        offsets = torch.cat([of_samples.new_zeros(1), of_samples.cumsum(0)])
+    def keys(lengths: Tensor) -> Jagged:
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return Jagged(torch.randint(NUM_ITEMS, (int(offsets[-1]),), generator=generator), offsets)
 
-    # Gaps from nothing to years; and a clock that was set back.
+    # Gaps from zero to years, and clocks that were set back.
     gaps = torch.rand(len(counts), max_length + 1, generator=generator).mul(19).exp().long() - 1
     times = gaps.cumsum(1) - torch.randint(100, gaps.shape, generator=generator)
     features = {"history": keys(counts), "target": keys(torch.ones_like(counts))}
@@ -54,7 +54,7 @@ def histories(
 
 
 def embedded(batch: Batch, rows: Tensor) -> dict[str, Rows]:
-    """With key i in row i."""
+    """Returns the features of a batch, with key i in row i."""
     return {name: Rows(rows, jagged.values, jagged.offsets) for name, jagged in batch.keys.items()}
 
 

@@ -1,1 +1,1 @@
-"""An accelerator's streams, and the memory that passes to and from it."""
+"""Streams, graphs and memory of an accelerator; on a CPU the same calls do nothing."""

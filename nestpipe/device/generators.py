@@ -1,4 +1,4 @@
-"""The default generators of random numbers: the host's, and those of an accelerator."""
+"""The default random number generators of the host and of an accelerator."""
 
 import zlib
 from contextlib import AbstractContextManager
@@ -9,16 +9,15 @@ from nestpipe.device.streams import is_accelerator
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which the default generators of the host and of the device are as before."""
+    """Returns a context that restores the default generators of the host and of the device when it ends."""
     devices = [device] if is_accelerator(device) else []
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def seed_generators(device: torch.device, *purpose: int) -> None:
-    """Seeds the default generators, which the model's dropout draws from, by (seed, step, rank, micro-batch).
+    """Seeds the default generators, from which dropout draws, by (seed, step, rank, micro-batch).
 
-    As torch.manual_seed does, which however remembers every call, with its traceback, for each kind of device that is
-    not there.
+    torch.manual_seed does the same, but keeps every call with its traceback for each kind of device that is missing.
     """
     seed = zlib.crc32(repr(purpose).encode())
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A function and its backward, recorded once and replayed: hundreds of launches at the cost of one."""
+"""CUDA graphs of a function and its backward: hundreds of launches at the cost of one."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,51 +14,56 @@ _streams: dict[torch.device, Streams] = {}
 
 
 def can_record(x: Tensor) -> bool:
-    """Says whether a function of x can be recorded: only CUDA has graphs here."""
+    """Returns whether a function of x can be recorded. Only CUDA has graphs."""
     return x.is_cuda
 
 
 def autocast_while_recording(x: Tensor, products: torch.dtype) -> torch.autocast:
-    """Autocast of operations on x as it is now, with products of this dtype, but without its cache: what it keeps of
-    the parameters would be that of the recording for ever."""
+    """Returns the current autocast of x's device, with products of this dtype, but without its cache.
+
+    The graph would otherwise replay with the casts of the parameters that were cached while it was recorded.
+    """
     kind = x.device.type
     return torch.autocast(kind, products, torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 class _Use:
-    """Of a graph's memory, from a forward until its backward, or until nobody can call that any more."""
+    """Marks a graph's memory as used, from a forward until its backward has run or can no longer be called."""
 
 
 class Graph:
-    """Of a function of x, the same shape each time, and of parameters, which stay where they are.
+    """A recorded function of x and of parameters, with its backward.
 
-    What it works on lies in memory of its own, that of its last replay, and so do its output and the gradient of x: who
-    keeps them beyond the backward sees them change. So it has one user at a time.
+    x has at most as many rows as in the recording, and the parameters stay where they are. The graph owns the memory it
+    works on. Its output and the gradient of x are views of that memory, which the next replay overwrites. So a graph
+    has one user at a time.
     """
 
     def __init__(
         self, function: Callable[[Tensor, list[Tensor]], Tensor], x: Tensor, parameters: Sequence[Tensor], pool: Any
     ) -> None:
-        """The function must have been called for this shape before: nothing can be compiled or loaded while it is
-        recorded. Graphs of one pool share memory; each one's backward must come before the next one's forward."""
+        """Records `function`, which must have run with this shape before: nothing may be compiled during a recording.
+
+        Graphs of one pool share memory, so the backward of one must come before the forward of the next.
+        """
         self.parameters = parameters
         self._x = torch.zeros_like(x).requires_grad_()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads go on with what they do. The random numbers drawn by what is recorded are drawn by no one.
+        # "thread_local" lets other threads go on. The generator is restored: a recording advances it but draws nothing.
         options = {"pool": pool, "stream": _recording(x.device), "capture_error_mode": "thread_local"}
         state = torch.cuda.get_rng_state(x.device)
         try:
             with torch.cuda.device(x.device), torch.enable_grad(), torch.cuda.graph(self._forward, **options):
-                # The parameters themselves may be tied to another stream, by hooks and by graphs that are still alive.
-                leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-                out = function(self._x, leaves)
+                # The parameters themselves may be tied to another stream, by hooks or by live autograd graphs.
+                detached = [parameter.detach().requires_grad_() for parameter in parameters]
+                out = function(self._x, detached)
             self._gradient = torch.zeros_like(out)
-            with (  # as a training's backward, which is outside of autocast
+            with (  # a training's backward runs outside of autocast
                 torch.cuda.device(x.device),
                 torch.autocast(x.device.type, enabled=False),
                 torch.cuda.graph(self._backward, **options),
             ):
-                self._gradients = torch.autograd.grad(out, (self._x, *leaves), self._gradient, allow_unused=True)
+                self._gradients = torch.autograd.grad(out, (self._x, *detached), self._gradient, allow_unused=True)
         finally:
             torch.cuda.set_rng_state(state, x.device)
         self._out = out.detach()
@@ -69,7 +74,7 @@ class Graph:
         return self._use is not None and self._use() is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of as many lines of x as there are; the rest are zeros."""
+        """Returns the function of x, which may have fewer rows than the recording; the others are zeros."""
         out: Tensor = _Replayed.apply(self, x, *self.parameters)  # type: ignore[no-untyped-call]
         return out
 
@@ -82,27 +87,30 @@ class Graph:
     def backward(self, gradient: Tensor, use: _Use) -> tuple[Tensor | None, ...]:
         if self._use is None or self._use() is not use:
             raise RuntimeError(
-                "backward was called twice for one forward of a graph, which keeps what it needs for the first one only"
+                "backward was called twice for one forward of a graph, which keeps what it needs for the first only; "
+                "call the model again before the second one"
             )
         _fill(self._gradient, gradient)
         self._backward.replay()
         self._use = None
-        of_x, *of_parameters = self._gradients
-        return None if of_x is None else of_x[: len(gradient)], *of_parameters
+        d_x, *d_parameters = self._gradients
+        return None if d_x is None else d_x[: len(gradient)], *d_parameters
 
 
 def _recording(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no lane has: what a lane enqueues meanwhile must not be recorded."""
+    """Returns a stream that no lane uses: what a lane enqueues during a recording must not become part of it."""
     if device not in _streams:
         _streams[device] = Streams(device, is_exclusive=True)
-    found = _streams[device].stream("recording")
-    return torch.cuda.Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+    stream = _streams[device].stream("recording")
+    return torch.cuda.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
-def _fill(memory: Tensor, lines: Tensor) -> None:
-    memory[: len(lines)].copy_(lines)
-    if len(lines) < len(memory):
-        memory[len(lines) :].zero_()
+def _fill(memory: Tensor, rows: Tensor) -> None:
+    memory[: len(rows)].copy_(rows)
+    if len(rows) < len(memory):
+        memory[len(rows) :].zero_()
 
 
 class _Replayed(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Streams and their marks. A CPU has none: there an operation is over when it returns, and nothing here does anything.
+"""Streams of an accelerator and marks in them. On a CPU an operation is over when it returns, so all this does nothing.
 
-A lane of an accelerator is a thread with a stream of its own. What it enqueues is done later, in order; a mark says how
-far a stream had got, so that another stream can go on from there while no thread waits.
+A lane of an accelerator is a thread with its own stream, which runs later and in order what the thread enqueues. A mark
+is a moment of a stream: another stream can wait for it without making a thread wait.
 """
 
 import threading
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor
 
 Mark = torch.Event | None
-"""a moment of a stream; None: it has passed"""
+"""A moment of a stream; None if it has passed already."""
 
 
 def default_device() -> str:
-    """The accelerator that torch finds, or the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    """Returns the kind of accelerator that torch finds, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def full_device(name: torch.device | str) -> torch.device:
-    """With its number, as tensors say where they are: without one it is the current one. It must be there."""
+    """Returns the device with its index, the current one if the name has none. Raises if the device does not exist."""
     device = _known(name)
     if not is_accelerator(device):
         return device
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
-        there = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of {found.type}"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
+    if accelerator is None or accelerator.type != device.type or (device.index or 0) >= count:
+        available = "no accelerator" if accelerator is None else f"{count} of {accelerator.type}"
         raise ValueError(
-            f"there is no {device} here, torch finds {there}; set runtime.device, or World's, to what there is"
+            f"there is no {device} here, torch finds {available}; set runtime.device, or World's, to what there is"
         )
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
@@ -43,7 +44,7 @@ def _known(name: torch.device | str) -> torch.device:
 
 
 def device_of_rank(name: str | torch.device, local_rank: int) -> torch.device:
-    """That of one of several processes on this machine: they share devices if there are more of them than devices."""
+    """Returns the device of one of several processes on this machine. Processes share devices if those are fewer."""
     device = full_device(name)
     if is_accelerator(device) and _known(name).index is None:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
@@ -55,75 +56,78 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def with_streams(device: torch.device | None) -> torch.device | None:
-    """Returns the device if it has streams, whose events tell the time; else None."""
+    """Returns the device if it has streams, whose events can be timed; else None."""
     return device if device is not None and is_accelerator(device) else None
 
 
 def mark(device: torch.device) -> Mark:
-    """After all that this thread's stream has been given so far."""
+    """Marks the moment after everything that this thread's stream has been given so far."""
     return torch.accelerator.current_stream(device).record_event() if is_accelerator(device) else None
 
 
 def wait_for(moment: Mark) -> None:
-    """What this thread's stream is given from here on comes after the mark. The thread does not wait."""
+    """Makes this thread's stream wait for a mark before anything it is given later. The thread does not wait."""
     if moment is not None:
         torch.accelerator.current_stream(moment.device).wait_event(moment)
 
 
 def finish(device: torch.device) -> None:
-    """This thread waits until its stream has done all it was given."""
+    """Makes this thread wait until its stream has done everything it was given."""
     if is_accelerator(device):
         torch.accelerator.current_stream(device).synchronize()
 
 
 def finish_all(device: torch.device) -> None:
-    """This thread waits until all streams have done all they were given."""
+    """Makes this thread wait until all streams have done everything they were given."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def use_here(*tensors: Tensor | None) -> None:
-    """Tensors made in another stream: their memory is not used again before this thread's stream is done with them."""
+    """Keeps the memory of tensors made in another stream from being reused until this thread's stream is done."""
     for tensor in tensors:
         if tensor is not None and is_accelerator(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class Streams:
-    """One for each lane, the same as long as the world lives: the memory of a stream is used again by that stream."""
+    """One stream for each lane, kept as long as the world lives: torch reuses a stream's memory in that stream only."""
 
     def __init__(self, device: torch.device, is_exclusive: bool = False) -> None:
-        """is_exclusive: shares no stream with others, whatever happens."""
+        """is_exclusive: raise an error rather than share a stream with others."""
         self.device = device
         self.is_exclusive = is_exclusive
-        self._of_lanes: dict[str, torch.Stream] = {}
+        self._by_lane: dict[str, torch.Stream] = {}
         with _lock:
             _alive.add(self)
 
     def of(self, lane: str) -> AbstractContextManager[object]:
-        """What is enqueued within it, in this thread, goes to the lane's stream."""
+        """Returns a context in which this thread enqueues into the lane's stream."""
         return self.stream(lane) if is_accelerator(self.device) else nullcontext()
 
     def stream(self, lane: str) -> torch.Stream:
         with _lock:
-            if lane not in self._of_lanes:
-                self._of_lanes[lane] = self._draw()
-            return self._of_lanes[lane]
+            if lane not in self._by_lane:
+                self._by_lane[lane] = self._draw()
+            return self._by_lane[lane]
 
     def _draw(self) -> torch.Stream:
-        """One that nobody here has. torch hands out the same few streams, one after the other, over and over: what one
-        user of a stream enqueues while the other records a graph is recorded with it; and lanes would wait."""
+        """Returns a stream that is not in use, if there is one. torch hands out the same few streams in turn.
+
+        Lanes that share a stream wait for each other, and what one enqueues while the other records a graph becomes
+        part of that graph.
+        """
         others = [streams for streams in _alive if streams.device == self.device]
         for avoided in (others,) if self.is_exclusive else (others, [o for o in others if o.is_exclusive]):
-            taken = {stream.stream_id for streams in avoided for stream in streams._of_lanes.values()}
+            taken = {stream.stream_id for streams in avoided for stream in streams._by_lane.values()}
             for _ in range(NUM_DRAWS):
                 stream = torch.Stream(self.device)
                 if stream.stream_id not in taken:
                     return stream
-        raise RuntimeError(f"{self.device} has no stream left that is not another's")
+        raise RuntimeError(f"{self.device} has no stream left that is not in use; delete worlds that are not needed")
 
 
 NUM_DRAWS = 128
-"""more than torch has streams of a device"""
+"""More draws than torch has streams of a device."""
 _alive: WeakSet[Streams] = WeakSet()
-_lock = threading.RLock()  # a world may be forgotten in the middle of it
+_lock = threading.RLock()  # reentrant: a world may be finalized while the lock is held

@@ -1,4 +1,4 @@
-"""How much memory some tensors hold together, now and at most: the real figure beside a predicted one."""
+"""Counts the memory that some tensors hold together, to check a prediction."""
 
 import threading
 import weakref
@@ -13,20 +13,20 @@ Key = tuple[int, ...]
 
 
 class Tally:
-    """Tensors that were added count until their memory is free, whoever else may hold it. Any thread may add.
+    """Counts tensors from when they are added until their memory is freed. Any thread may add tensors.
 
-    On a device whole blocks of memory count. In host memory, where a tensor may be a view of somebody's larger one,
-    only what was added.
+    On a device the whole storage of a tensor counts. In host memory, where a tensor may be a view of a much larger
+    storage, only the tensor itself counts.
     """
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
-        """where tensors count; None: nowhere"""
+        """Device whose tensors count; None if the tally is stopped."""
         self.peak_bytes = 0
-        """the most they have held since `start`"""
+        """Largest number of bytes held since `start`."""
         self._held: dict[Key, int] = {}
         self._num_bytes = 0
-        self._lock = threading.RLock()  # a finalizer may run in the middle of `add`, in the same thread
+        self._lock = threading.RLock()  # reentrant: a finalizer may run in the middle of `add`, in the same thread
 
     def start(self, device: torch.device) -> None:
         with self._lock:
@@ -42,11 +42,11 @@ class Tally:
                     self._add(tensor)
 
     def add_all(self, value: OfTensors) -> None:
-        """All tensors of a value."""
+        """Adds all tensors of a value."""
         if self.device is not None:
-            value.map(self._seen)
+            value.map(self._add_and_return)
 
-    def _seen(self, tensor: Tensor) -> Tensor:
+    def _add_and_return(self, tensor: Tensor) -> Tensor:
         self.add(tensor)
         return tensor
 
@@ -70,9 +70,9 @@ class Tally:
 
 
 def whole_device_peak(device: torch.device) -> int | None:
-    """The most memory that all tensors of this process have held on an accelerator; None: it is no accelerator."""
+    """Returns the largest number of bytes that this process has allocated on an accelerator; None for a CPU."""
     return torch.accelerator.max_memory_allocated(device) if is_accelerator(device) else None
 
 
 embedding_memory = Tally()
-"""of this process: what the embedding part holds, where the model is; the dense part's memory is not in it"""
+"""Memory of the embedding part of this process, on the model's device. The dense part is not counted."""

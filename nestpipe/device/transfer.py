@@ -1,4 +1,4 @@
-"""Host memory to the device and back, through pinned memory, which torch keeps and hands out again."""
+"""Copies between host memory and a device through pinned memory, which torch caches."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol, Self, TypeVar
@@ -9,38 +9,43 @@ from torch import Tensor
 from nestpipe.device.streams import finish, is_accelerator
 
 ALIGNMENT = 16
+"""Bytes that a device reads at once: arrays and rows that begin at multiples of it are read fastest."""
 
 
 class OfTensors(Protocol):
+    """A value made of tensors."""
+
     def map(self, function: Callable[[Tensor], Tensor], /) -> Self:
-        """The same of other tensors."""
+        """Returns the same value with function(tensor) in place of each tensor."""
 
 
 T = TypeVar("T", bound=OfTensors)
 
 
 def uploaded(value: T, device: torch.device) -> T:
-    """With all its tensors on the device, copied in one piece."""
+    """Returns the value with all its tensors on the device. The tensors of each dtype are copied in one piece."""
     if not is_accelerator(device):
         return value
     tensors: list[Tensor] = []
 
-    def see(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    value.map(see)
+    value.map(collect)
     return value.map(upload(tensors, device))
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that the device can copy from and to while threads go on."""
+    """Returns uninitialised host memory, pinned if the device is an accelerator, so that copies are asynchronous."""
     return torch.empty(shape, dtype=dtype, pin_memory=is_accelerator(device))
 
 
 def upload(tensors: Iterable[Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Begins to copy these to the device, in this thread's stream, all of a dtype in one piece; each is then found by
-    the original. Those that are there already stay."""
+    """Begins to copy tensors to the device, in this thread's stream and all of a dtype in one piece.
+
+    Returns a function from a tensor to its copy. Tensors that are on the device already are not copied.
+    """
     originals = {id(tensor): tensor for tensor in tensors if tensor.device != device}
     copies: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in originals.values()}:
@@ -49,7 +54,7 @@ def upload(tensors: Iterable[Tensor], device: torch.device) -> Callable[[Tensor]
 
 
 def _upload(originals: dict[int, Tensor], dtype: torch.dtype, device: torch.device) -> dict[int, Tensor]:
-    """In few calls, however many they are: a thread that makes many small ones keeps others from launching kernels."""
+    """Copies all tensors in few calls: a thread that makes many small calls keeps others from launching kernels."""
     aligned = max(1, ALIGNMENT // dtype.itemsize)
     filling = torch.zeros(aligned, dtype=dtype)
     pieces = [piece for t in originals.values() for piece in (t.detach().reshape(-1), filling[: -t.numel() % aligned])]
@@ -63,10 +68,10 @@ def _upload(originals: dict[int, Tensor], dtype: torch.dtype, device: torch.devi
 
 
 def download(tensor: Tensor) -> Tensor:
-    """In host memory. This thread waits for it."""
+    """Returns the tensor in host memory. This thread waits for the copy."""
     if not is_accelerator(tensor.device):
         return tensor
-    here = host_empty(tuple(tensor.shape), tensor.dtype, tensor.device)
-    here.copy_(tensor, non_blocking=True)
+    host = host_empty(tuple(tensor.shape), tensor.dtype, tensor.device)
+    host.copy_(tensor, non_blocking=True)
     finish(tensor.device)
-    return here
+    return host

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from nestpipe.device.streams import Mark, mark
 from nestpipe.device.tally import embedding_memory
-from nestpipe.device.transfer import OfTensors, host_empty, uploaded
+from nestpipe.device.transfer import ALIGNMENT, OfTensors, host_empty, uploaded
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import with_occurrences
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import HostCall
 from nestpipe.embedding.optim import RowOptimizer
-from nestpipe.embedding.plan import ALIGNMENT, message_unit
+from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
-from nestpipe.kernels.rows.keep_alive import keep_alive_until
+from nestpipe.kernels.rows.pinned import keep_alive_until
 from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 T = TypeVar("T", bound=OfTensors)

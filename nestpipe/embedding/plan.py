@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nestpipe.device.transfer import ALIGNMENT
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.route import OwnerDedup, Route
@@ -22,8 +23,6 @@ from nestpipe.store import group_by_row
 from nestpipe.store.native import plan_ops
 
 WINDOWS = ("once", "resend")
-ALIGNMENT = 16
-"""bytes: what a device reads and writes at once"""
 
 
 @dataclass(frozen=True)

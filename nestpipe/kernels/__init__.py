@@ -1,1 +1,1 @@
-"""Operations on rows in device memory: kernels in Triton, and the same in plain torch."""
+"""Operations in device memory: kernels in Triton, and the same in plain torch."""

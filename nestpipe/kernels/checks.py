@@ -1,4 +1,4 @@
-"""Checks of arguments that need no word from the device: shapes, strides, dtypes, where the memory is."""
+"""Checks of arguments that do not wait for the device: shapes, strides, dtypes, kinds of memory."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from nestpipe.store.interface import DTYPES
 
 
 def check_rows(arrays: Mapping[str, Tensor]) -> None:
-    """All of one dtype, row after row; a row may be part of a longer one."""
+    """Checks that arrays have one dtype and two dimensions, with the elements of a row contiguous."""
     dtypes = {array.dtype for array in arrays.values()}
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
         raise ValueError(f"{', '.join(arrays)} must all be float32, or all float64, not {sorted(map(str, dtypes))}")
@@ -22,7 +22,7 @@ def check_rows(arrays: Mapping[str, Tensor]) -> None:
 
 
 def check_written(name: str, array: Tensor) -> None:
-    """Rows that are written must not share memory."""
+    """Checks that rows to be written do not share memory."""
     if len(array) > 1 and array.stride(0) < array.shape[1]:
         raise ValueError(f"{name} has rows that overlap: it is an expanded view; take its contiguous()")
 
@@ -33,7 +33,7 @@ def check_shape(name: str, array: Tensor, num_rows: int, width: int) -> None:
 
 
 def check_numbers(name: str, numbers: Tensor | None, size: int) -> None:
-    """Places of rows, or other whole numbers; None is always right."""
+    """Checks a list of row places or other whole numbers. None is always valid."""
     if numbers is None:
         return
     if numbers.dtype != torch.int64 or numbers.shape != (size,) or not numbers.is_contiguous():
@@ -43,7 +43,7 @@ def check_numbers(name: str, numbers: Tensor | None, size: int) -> None:
 
 
 def check_reachable(arrays: Mapping[str, Tensor | None]) -> None:
-    """Host memory beside device memory must be pinned, or the device cannot read it."""
+    """Checks that host memory is pinned if it is used together with device memory, so that the device can read it."""
     given = {name: array for name, array in arrays.items() if array is not None}
     if not any(array.is_cuda for array in given.values()):
         return

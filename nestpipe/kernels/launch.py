@@ -1,8 +1,8 @@
-"""Launches of kernels in Triton, at a fraction of what the launch itself costs in Python.
+"""Launches kernels in Triton at a fraction of Triton's own cost in Python.
 
-Triton looks at every argument of every launch to find out which compiled form fits, 30 to 100 us for the many arguments
-of our kernels; a micro-batch has a hundred launches, and they delay the thread on which the device depends. Here the
-question is put once for all arguments that look alike, and asked again from what was found.
+At every launch Triton inspects every argument to choose a compiled form. That takes 30 to 100 us for the many arguments
+of our kernels, and a micro-batch has a hundred launches, which delay the thread on which the device depends. Here the
+choice is cached for all arguments that look alike to Triton.
 """
 
 from contextlib import nullcontext
@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""bytes, and elements: what Triton compiles for, where an address or a number is a multiple of it"""
+"""Triton compiles a special form for addresses (in bytes) and numbers that are multiples of this."""
 LARGEST_INT32 = 2**31 - 1
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(kernel: Any, num_programs: int, *arguments: Any, **named: Any) -> None:
-    """On the device of the first tensor, on its current stream; of tensors in host memory, in the interpreter.
+    """Launches a kernel on the device of the first tensor, in its current stream.
 
-    named: further arguments, numbers all, constants and options of the compiler.
+    If all tensors are in host memory, the kernel runs in the interpreter. named: further arguments that are numbers,
+    constants, and options of the compiler.
     """
     device = next((a.device for a in arguments if isinstance(a, Tensor) and a.is_cuda), None)
     if device is None:
         kernel[(num_programs,)](*arguments, **named)
         return
-    here = device.index == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(device):
-        key = (id(kernel), device.index, *map(_looks, arguments), *named.items())
+    is_current = device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(device):
+        key = (id(kernel), device.index, *map(_specialization, arguments), *named.items())
         compiled = _compiled.get(key)
         if compiled is None:
             _compiled[key] = kernel[(num_programs,)](*arguments, **named)
@@ -38,8 +39,8 @@ def launch(kernel: Any, num_programs: int, *arguments: Any, **named: Any) -> Non
             compiled[(num_programs, 1, 1)](*arguments, *rest)
 
 
-def _looks(argument: Any) -> Any:
-    """All that Triton's choice depends on."""
+def _specialization(argument: Any) -> Any:
+    """Returns everything about an argument that Triton's choice of a compiled form depends on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
     if type(argument) is int:

@@ -1,4 +1,4 @@
-"""Models that return loss sums."""
+"""Models: plain modules that return loss sums. Each registers the name by which a recipe finds it."""
 
 from nestpipe.models.dlrm import DLRM
 from nestpipe.models.fuxi import FuXi

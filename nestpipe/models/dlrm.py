@@ -1,4 +1,4 @@
-"""DLRM: clicks from dense features and pooled embeddings, through their pairwise dot products or a cross network."""
+"""DLRM: predicts clicks from dense features and pooled embeddings."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,13 +14,14 @@ INTERACTIONS = ("dot", "cross")
 
 @models.register("dlrm")
 class DLRM(nn.Module):
-    """Bottom layers num_dense -> *bottom -> dim; interaction; top layers -> *top -> 1; ReLU between layers.
+    """Deep learning recommendation model (DLRM): predicts clicks from dense inputs and pooled embeddings.
 
-    interaction: "dot", the pairwise dot products of the bottom's output and the embeddings, beside the bottom's output;
-    or "cross", a low-rank cross network (DCN v2) on all of them side by side.
+    Bottom layers num_dense -> *bottom -> dim, then the interaction, then top layers -> *top -> 1, with ReLU between
+    layers. The interaction "dot" concatenates the bottom's output with the pairwise dot products of that output and the
+    embeddings. The interaction "cross" is a low-rank cross network (DCN v2) on the concatenation of them all.
 
-    inputs: `dense` [n, num_dense], `click` [n], and `weight` [n] if samples have one. Embeddings: [n, dim] for each of
-    feature_names, as Pooled features give them. The initial parameters depend on the seed alone.
+    Inputs are `dense` [n, num_dense], `click` [n] and, if samples have weights, `weight` [n]. Embeddings are [n, dim]
+    for each of feature_names, from Pooled features. The initial parameters depend on the seed alone.
     """
 
     learns_from = "clicks"
@@ -57,13 +58,13 @@ class DLRM(nn.Module):
             self.cross = CrossNetwork(width, cross_layers, cross_rank, generator)
 
     def forward(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the samples' binary cross-entropies, each times its `weight` if there are any."""
+        """Returns the sum of the samples' binary cross-entropies, each times its `weight` if there are weights."""
         logits = self.predict(embeddings, inputs)
         weights = inputs["weight"].to(logits.dtype) if "weight" in inputs else None
         return F.binary_cross_entropy_with_logits(logits, inputs["click"].to(logits.dtype), weights, reduction="sum")
 
     def predict(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
-        """[n] logits."""
+        """Returns logits [n]."""
         pooled = [self._pooled(name, embeddings[name]) for name in self.feature_names]
         dense = self.bottom(inputs["dense"].to(next(self.parameters()).dtype))
         logits: Tensor = self.top(self._interact(dense, pooled))
@@ -79,13 +80,13 @@ class DLRM(nn.Module):
 
     def _pooled(self, name: str, embedding: object) -> Tensor:
         if not isinstance(embedding, Tensor) or embedding.dim() != 2 or embedding.shape[1] != self.dim:
-            what = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
-            raise ValueError(f"feature {name!r} must be pooled and of dim {self.dim}, got {what}")
+            got = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
+            raise ValueError(f"feature {name!r} must be pooled and of dim {self.dim}, got {got}")
         return embedding
 
 
 class CrossNetwork(nn.Module):
-    """x_next = x_first * (x V U + b) + x in each layer; V [width, rank], U [rank, width]."""
+    """Cross network: each layer maps x to x_first * (x V U + b) + x, with V [width, rank] and U [rank, width]."""
 
     def __init__(self, width: int, num_layers: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()

@@ -1,23 +1,23 @@
-"""HSTU: the next item from a history, by attention without softmax with weights for distance and time.
+"""HSTU: predicts the next item of a history by attention without softmax, with weights for distance and time.
 
-nestpipe/models/sequence.py says which features and inputs it needs.
+nestpipe/models/sequence.py describes the features and inputs.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nestpipe.models.sequence import NextItemModel, linear, normal
-from nestpipe.ops.attention import check_form, tile_size
+from nestpipe.models.sequence import AttentionLayer, LayerOptions, NextItemModel, linear
 from nestpipe.ops.hstu import HSTUWeights, hstu_layer
-from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences
+from nestpipe.ops.sequences import Sequences
 from nestpipe.registry import models
-
-STD = 0.02
 
 
 @models.register("hstu")
 class HSTU(NextItemModel):
-    """The defaults are those published for MovieLens-1M. The initial parameters depend on the seed alone."""
+    """Hierarchical sequential transduction units (HSTU): predicts the next item by attention without softmax.
+
+    The defaults are those published for MovieLens-1M.
+    """
 
     def __init__(
         self,
@@ -33,38 +33,16 @@ class HSTU(NextItemModel):
         attention: str = "blocked",
         seed: int = 0,
     ) -> None:
-        def layers(generator: torch.Generator) -> list[nn.Module]:
-            sizes = (dim, max_length, num_heads, dim_qk, dim_v)
-            return [HSTULayer(*sizes, dropout, attention, generator) for _ in range(num_layers)]
-
-        super().__init__(dim, max_length, layers, dropout, negatives_per, temperature, seed)
+        options = LayerOptions(dim, max_length, num_heads, dim_qk, dim_v, dropout, attention)
+        super().__init__(HSTULayer, options, num_layers, negatives_per, temperature, seed)
 
 
-class HSTULayer(nn.Module):
-    def __init__(
-        self,
-        dim: int,
-        max_length: int,
-        num_heads: int,
-        dim_qk: int,
-        dim_v: int,
-        dropout: float,
-        attention: str,
-        generator: torch.Generator,
-    ) -> None:
-        super().__init__()
-        check_form(attention)
-        self.num_heads = num_heads
-        self.dim_qk, self.dim_v = dim_qk, dim_v
-        self.attention = attention
-        self.w_uvqk = normal((dim, 2 * num_heads * (dim_v + dim_qk)), STD, generator)
-        self.w_pos = normal((2 * max_length - 1,), STD, generator)
-        self.w_ts = normal((NUM_TIME_BUCKETS,), STD, generator)
-        self.dropout = nn.Dropout(dropout)
-        self.out = linear(num_heads * dim_v, dim, generator, bias=True)
+class HSTULayer(AttentionLayer):
+    """A layer of HSTU; nestpipe/ops/hstu.py has the formula."""
 
-    def tile_size(self, x: Tensor) -> int | None:
-        return tile_size(x, self.dim_qk, self.dim_v, self.attention)
+    def __init__(self, options: LayerOptions, generator: torch.Generator) -> None:
+        super().__init__(options, 1, generator)
+        self.out = linear(self.num_heads * self.dim_v, options.dim, generator, bias=True)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         weights = HSTUWeights(self.w_uvqk, self.w_pos, self.w_ts, self.out.weight, self.out.bias)

@@ -1,40 +1,83 @@
-"""What models of histories share: the input layer, the loss of the next item, the vector of the user.
+"""Base of the models of histories: input layer, parameters of attention, loss of the next item, vector of the user.
 
-Features, all of one table (so their rows are one leaf): `history`, the items of each sample in order, from none to
-max_length; `target`, one item for each sample, which follows its history; `negatives`, for each position of the history
-as many items, position by position, or for each sample as many (negatives_per). No padding keys.
-Inputs: `times` [n, max_length + 1] int64: when each item of the history was, then when the target; the rest is not
-used. Every position predicts the item behind it, the last one the target. The loss is a sum over positions, so a batch
-must have the number of items in its histories as its weight.
+Features, which share one table and have no padding keys:
+    history     the items of each sample in order, at most max_length of them
+    target      the item that follows each history
+    negatives   the same number of items for each position, position by position, or for each sample (negatives_per)
+Inputs:
+    times       [n, max_length + 1] int64, the times of the items of a history, then of the target; the rest is not read
+
+Every position predicts the item after it; the last one predicts the target. The loss is a sum over positions, so the
+weight of a batch must be the number of items in its histories.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.models.stack import Stack, tile_size
-from nestpipe.ops.positions import add_positions
+from nestpipe.ops.attention import check_form
+from nestpipe.ops.attention import tile_size as attention_tile_size
 from nestpipe.ops.row_sequences import RowSequence
 from nestpipe.ops.sampled_softmax import NEGATIVES_PER, sampled_softmax, unit
-from nestpipe.ops.sequences import Sequences
+from nestpipe.ops.sequences import NUM_TIME_BUCKETS, Sequences, add_positions
 
 EXTRA_POSITIONS = 11
-"""rows of the position table beyond max_length, as in the published models"""
+"""Rows of the position table beyond max_length, as in the published models."""
+STD = 0.02
+"""Standard deviation of the initial weights of attention."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options that every layer of a model of histories has."""
+
+    dim: int
+    max_length: int
+    num_heads: int
+    dim_qk: int
+    dim_v: int
+    dropout: float
+    attention: str
+    """Form of attention: "blocked", "kernel" or "plain"."""
+
+
+class AttentionLayer(nn.Module):
+    """Base of layers: the projection to gates u and to v, q, k, the weights of position and time, and dropout."""
+
+    def __init__(self, options: LayerOptions, num_gates: int, generator: torch.Generator) -> None:
+        """num_gates: width of u as a multiple of the width of v."""
+        super().__init__()
+        check_form(options.attention)
+        self.num_heads = num_heads = options.num_heads
+        self.dim_qk, self.dim_v = options.dim_qk, options.dim_v
+        self.attention = options.attention
+        self.widths = [num_heads * width for width in (num_gates * self.dim_v, self.dim_v, self.dim_qk, self.dim_qk)]
+        self.w_uvqk = normal((options.dim, sum(self.widths)), STD, generator)
+        self.w_pos = normal((2 * options.max_length - 1,), STD, generator)
+        self.w_ts = normal((NUM_TIME_BUCKETS,), STD, generator)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def tile_size(self, x: Tensor) -> int | None:
+        return attention_tile_size(x, self.dim_qk, self.dim_v, self.attention)
 
 
 class NextItemModel(nn.Module):
-    """Input layer, then layers that take and give ([num_tokens, dim], Sequences), then the loss."""
+    """Input layer, then layers from [num_tokens, dim] and Sequences to [num_tokens, dim], then the loss.
+
+    The initial parameters depend on the seed alone.
+    """
 
     learns_from = "histories"
 
     def __init__(
         self,
-        dim: int,
-        max_length: int,
-        layers: Callable[[torch.Generator], list[nn.Module]],
-        dropout: float,
+        make_layer: Callable[[LayerOptions, torch.Generator], nn.Module],
+        options: LayerOptions,
+        num_layers: int,
         negatives_per: str,
         temperature: float,
         seed: int,
@@ -42,20 +85,20 @@ class NextItemModel(nn.Module):
         super().__init__()
         if negatives_per not in NEGATIVES_PER:
             raise ValueError(f"negatives_per is {negatives_per!r}, must be 'position' or 'sample'")
-        if max_length < 1:
-            raise ValueError(f"max_length is {max_length}, must be at least 1")
-        self.dim = dim
-        self.max_length = max_length
+        if options.max_length < 1:
+            raise ValueError(f"max_length is {options.max_length}, must be at least 1")
+        self.dim = dim = options.dim
+        self.max_length = options.max_length
         self.negatives_per = negatives_per
         self.temperature = temperature
         generator = torch.Generator().manual_seed(seed)
-        self.positions = truncated_normal((max_length + EXTRA_POSITIONS, dim), math.sqrt(1 / dim), generator)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(layers(generator))
+        self.positions = truncated_normal((self.max_length + EXTRA_POSITIONS, dim), math.sqrt(1 / dim), generator)
+        self.dropout = nn.Dropout(options.dropout)
+        self.layers = nn.ModuleList([make_layer(options, generator) for _ in range(num_layers)])
         self._stack = Stack()
 
     def forward(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
-        """The sum over positions of the loss of the next item."""
+        """Returns the sum over positions of the loss of the next item."""
         history, target, negatives = (self._feature(embeddings, name) for name in ("history", "target", "negatives"))
         if negatives.rows is not history.rows or target.rows is not history.rows:
             raise ValueError("the features 'history', 'target' and 'negatives' must share one table")
@@ -64,9 +107,10 @@ class NextItemModel(nn.Module):
         return sampled_softmax(outputs, history, target, negatives, sequences, self.negatives_per, self.temperature)
 
     def encode(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
-        """[n, dim]: the user's vector after the whole history, of length 1; zeros where there is no history.
+        """Returns [n, dim], a user's unit vector after the whole history; zeros for an empty history.
 
-        An item's score is its product with the item's row brought to length 1. The target's time is that of the query.
+        An item's score is the product of this vector with the item's row divided by its length. The time of the target
+        is that of the query.
         """
         history = self._feature(embeddings, "history")
         sequences = self._sequences(history, inputs)
@@ -76,7 +120,7 @@ class NextItemModel(nn.Module):
         return users.index_copy(0, sequences.samples.index_select(0, last), outputs)
 
     def _outputs(self, history: RowSequence, sequences: Sequences) -> Tensor:
-        """[num_tokens, dim]"""
+        """Returns [num_tokens, dim]."""
         values, scale = history.values, math.sqrt(self.dim)
         x = self.dropout(add_positions(values, self.positions, sequences, scale, tile_size(self.layers, values)))
         return self._stack(self.layers, x, sequences)
@@ -103,13 +147,14 @@ def normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> nn
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> nn.Parameter:
-    """At two standard deviations."""
+    """Draws from a normal distribution truncated at two standard deviations."""
     values = nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std, generator=generator)
     return nn.Parameter(values)
 
 
 def linear(width_in: int, width_out: int, generator: torch.Generator, bias: bool = False) -> nn.Linear:
-    """Weights Xavier uniform, bias zero; Linear's own initialisation would draw from the default generator."""
+    """Returns a layer with Xavier uniform weights and zero bias."""
+    # Linear's own initialisation would draw from the default generator.
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, width_in, width_out, bias=bias)
     nn.init.xavier_uniform_(layer.weight, generator=generator)
     if bias:

@@ -1,4 +1,4 @@
-"""The layers of a model, one after another; on a device in the fewest launches."""
+"""Runs the layers of a model one after another; on CUDA as a graph, to save launches."""
 
 import warnings
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ Key = tuple[Any, ...]
 
 MOST_GRAPHS = 16
 MOST_SEEN = 256
-"""sizes that were met once"""
+"""Number of sizes to remember that occurred once."""
 
 
 class Stack:
-    """Calls layers that take and give ([num_tokens, dim], Sequences).
+    """Calls layers from [num_tokens, dim] and Sequences to [num_tokens, dim].
 
-    Where they work on tiles, tokens are filled up to a round number, so that micro-batches of about the same size are
-    of the same; and what is trained twice in one size is recorded as a graph, which is replayed from then on. The bits
-    are the same either way. What layers do beside launching kernels is done when they are recorded, and not again; so
-    layers with hooks are not recorded. Non-reentrant checkpointing around the model does not go with it.
+    Where layers work on tiles, tokens are padded to a round number, so that micro-batches of similar sizes get the same
+    size. A size that is trained twice is recorded as a graph, which is replayed from then on. The bits are the same
+    either way. A replay only launches kernels: other effects of the layers happen once, in the recording. So layers
+    with hooks are not recorded, and non-reentrant checkpointing around the model is not supported.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Key, None] = {}
         self._graphs: dict[Key, tuple[Graph, Tiles]] = {}
-        """with the tiles that it works on"""
+        """Graphs with the tiles they work on."""
         self._pool: Any = None
         self._has_failed = False
 
@@ -49,9 +49,9 @@ class Stack:
         graph = self._graph(layers, x, sequences, size)
         if graph is not None:
             return graph(x)
-        tiles = sequences.in_tiles(size).filled_up()
-        filled_up = F.pad(x, (0, 0, 0, tiles.num_tokens - len(x)))
-        return run(layers, filled_up, sequences.with_tiles(tiles))[: len(x)]
+        tiles = sequences.in_tiles(size).padded()
+        padded = F.pad(x, (0, 0, 0, tiles.num_tokens - len(x)))
+        return run(layers, padded, sequences.with_tiles(tiles))[: len(x)]
 
     @property
     def num_graphs(self) -> int:
@@ -73,7 +73,7 @@ class Stack:
         return graph
 
     def _record(self, key: Key, layers: nn.ModuleList, x: Tensor, sequences: Sequences, tiles: Tiles) -> bool:
-        """If it was seen before: what is met once only is not worth it, and must have been compiled."""
+        """Records a graph if the key was seen before, so that its kernels are compiled and it is likely to recur."""
         if key not in self._seen or len(self._graphs) >= MOST_GRAPHS:
             self._seen[key] = None
             if len(self._seen) > MOST_SEEN:
@@ -81,7 +81,7 @@ class Stack:
             return False
         try:
             self._graphs[key] = self._recorded(layers, x, sequences, tiles)
-        except RuntimeError as error:  # no memory, for example, or a layer that asks the device something
+        except RuntimeError as error:  # out of memory, for example, or a layer that waits for the device
             self._has_failed = True
             warnings.warn(
                 f"layers could not be recorded as a graph ({error}); they are launched kernel by kernel from here on, "
@@ -94,16 +94,16 @@ class Stack:
     def _recorded(self, layers: nn.ModuleList, x: Tensor, sequences: Sequences, tiles: Tiles) -> tuple[Graph, Tiles]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         twin = tiles.twin()
-        of_twin = sequences.with_tiles(twin)
+        twin_sequences = sequences.with_tiles(twin)
         parameters = {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
-        def run_with(x: Tensor, leaves: list[Tensor]) -> Tensor:
-            """The layers with these in place of their own parameters."""
-            named = dict(zip(parameters, leaves, strict=True))
+        def run_with(x: Tensor, replacements: list[Tensor]) -> Tensor:
+            """Runs the layers with other tensors in place of their parameters."""
+            named = dict(zip(parameters, replacements, strict=True))
             for number, layer in enumerate(layers):
                 prefix = f"{number}."
                 own = {name.removeprefix(prefix): p for name, p in named.items() if name.startswith(prefix)}
-                x = functional_call(layer, own, (x, of_twin))
+                x = functional_call(layer, own, (x, twin_sequences))
             return x
 
         with autocast_while_recording(x, product_dtype(x)):
@@ -118,41 +118,43 @@ def run(layers: nn.ModuleList, x: Tensor, sequences: Sequences) -> Tensor:
 
 
 def tile_size(layers: nn.ModuleList, x: Tensor) -> int | None:
-    """None: layers do not work on tiles, or not all on the same."""
+    """Returns the size of the tiles that all layers work on; None if there is no such size."""
     if torch.compiler.is_compiling():
         return None
-    sizes = {_of_layer(layer, x) for layer in layers}
+    sizes = {_layer_tile_size(layer, x) for layer in layers}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _of_layer(layer: Any, x: Tensor) -> int | None:
-    """A layer that says nothing of tiles does not work on them."""
+def _layer_tile_size(layer: Any, x: Tensor) -> int | None:
+    """Returns a layer's tile size; None if the layer does not work on tiles."""
     size: int | None = layer.tile_size(x) if hasattr(layer, "tile_size") else None
     return size
 
 
 def _settings(layers: nn.ModuleList) -> Key | None:
-    """All that a recording takes as given: which modules, parameters and buffers there are, where and how. None: it
-    cannot be recorded."""
-    found: list[Any] = [torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()]
-    of_parameters: set[int] = set()
+    """Returns everything that a recording assumes to be constant: modes, modules, parameters, buffers and addresses.
+
+    None if the layers cannot be recorded.
+    """
+    settings: list[Any] = [torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()]
+    parameter_ids: set[int] = set()
     for module in _modules(layers):
         if not module.training or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             return None
-        found += (id(module), getattr(module, "p", None))
+        settings += (id(module), getattr(module, "p", None))
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
-            if id(parameter) in of_parameters:  # its gradients would be added up in another order
+            if id(parameter) in parameter_ids:  # its gradients would be added up in another order
                 return None
-            of_parameters.add(id(parameter))
-            found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
-        found += (buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None)
-    return tuple(found)
+            parameter_ids.add(id(parameter))
+            settings += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
+        settings += (buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None)
+    return tuple(settings)
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """As module.modules(), those that occur twice twice, and in less time than a launch takes."""
+    """Yields what module.modules() does, but repeats shared modules, and takes less time than a launch."""
     yield module
     for child in module._modules.values():
         if child is not None:

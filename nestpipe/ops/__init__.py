@@ -1,1 +1,1 @@
-"""Operations of the dense models: for each a plain reference, and a form that needs less memory or time."""
+"""Operations of the models: each has a plain reference and a form that needs less memory or time."""

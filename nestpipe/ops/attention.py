@@ -1,12 +1,17 @@
 """Causal attention without softmax over jagged sequences, with weights for distance and time.
 
-q, k [num_tokens, heads, dim_qk] and v [num_tokens, heads, dim_v]; w_pos [2 * max_length - 1], w_ts [129]. A token looks
-at those of its sample up to itself; for token i looking at token j, b_pos = w_pos[max_length - 1 + j - i] and
-b_ts = w_ts[bucket of |time of token i + 1 - time of token j|]. The forms: "plain", the reference, holds all scores of
-a batch, [num_samples, heads, max_length, max_length]; "blocked" a few blocks at a time, and makes them again in
-backward, so that its memory is linear in the number of tokens. Kernels do that on CUDA, if Triton is installed, q, k, v
-are bfloat16 or float32 and dims are at most 128; torch elsewhere. "kernel" is an error where the kernels cannot run.
-Sums are in float32 at least; the output has the dtype of v.
+q and k are [num_tokens, heads, dim_qk], v is [num_tokens, heads, dim_v], w_pos is [2 * max_length - 1], w_ts is [129].
+A token attends to the tokens of its sample up to itself. For token i attending to token j, b_pos is
+w_pos[max_length - 1 + j - i], and b_ts is w_ts[bucket of |time of token i + 1 - time of token j|].
+
+Forms:
+    plain     the reference; holds all scores of a batch, [num_samples, heads, max_length, max_length]
+    blocked   holds the scores of a few blocks at a time and computes them again in backward, so that memory is linear
+              in the number of tokens. Kernels do it on CUDA if Triton is installed, q, k, v are bfloat16 or float32
+              and dims are at most 128; torch does it elsewhere
+    kernel    the blocked form by kernels; an error where they cannot run
+
+Sums are in float32 or float64; the output has the dtype of v.
 """
 
 import torch
@@ -14,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestpipe.kernels.attention.tiles import LARGEST_DIM, SIZES
-from nestpipe.kernels.dispatch import compiles_triton, interprets_triton
-from nestpipe.kernels.precision import product_dtype as product_dtype
-from nestpipe.kernels.precision import without_autocast
+from nestpipe.kernels.dispatch import compiles_triton, interprets_triton, kernels_cannot_run, without_autocast
+from nestpipe.kernels.dispatch import product_dtype as product_dtype
 from nestpipe.ops.attention_blocks import BlockedFuxi, BlockedHstu, wide
 from nestpipe.ops.sequences import BLOCK, Blocks, Pairs, Sequences
 
@@ -26,7 +30,7 @@ ATTENTION_FORMS = ("blocked", "kernel", "plain")
 def hstu_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
-    """[num_tokens, heads, dim_v]: the sum of silu(q_i k_j + b_pos + b_ts) / max_length * v_j over j <= i."""
+    """Returns [num_tokens, heads, dim_v]: the sum of silu(q_i k_j + b_pos + b_ts) / max_length * v_j over j <= i."""
     check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
@@ -41,7 +45,10 @@ def hstu_attention(
 def fuxi_attention(
     q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, sequences: Sequences, form: str = "blocked"
 ) -> Tensor:
-    """[num_tokens, heads, 3 * dim_v]: sums over j <= i of b_pos v_j, b_ts v_j, silu(q_i k_j) / max_length * v_j."""
+    """Returns [num_tokens, heads, 3 * dim_v]: sums of b_pos v_j, of b_ts v_j and of silu(q_i k_j) / max_length * v_j.
+
+    The sums run over j <= i.
+    """
     check_weights(w_pos, sequences, form)
     if form == "plain":
         return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
@@ -54,13 +61,13 @@ def fuxi_attention(
 
 
 def tile_size(x: Tensor, dim_qk: int, dim_v: int, form: str) -> int | None:
-    """The size of the tiles that a layer on x works on; None: kernels do not run here."""
+    """Returns the size of the tiles that a layer on x works on; None if kernels do not run there."""
     dtype = product_dtype(x)
     return SIZES[dtype] if takes_kernels(x, dtype, dim_qk, dim_v, form) else None
 
 
 def takes_kernels(x: Tensor, dtype: torch.dtype, dim_qk: int, dim_v: int, form: str) -> bool:
-    """Says whether kernels do the attention where x is, of q, k, v in this dtype."""
+    """Returns whether kernels compute the attention of q, k, v in this dtype, on the device of x."""
     if form == "plain":
         return False
     can_take = dtype in SIZES and max(dim_qk, dim_v) <= LARGEST_DIM
@@ -72,7 +79,7 @@ def takes_kernels(x: Tensor, dtype: torch.dtype, dim_qk: int, dim_v: int, form: 
             f"{dim_qk} and dim_v {dim_v}; use 'blocked'"
         )
     if not (compiles_triton(x) or interprets_triton()):
-        raise ValueError("attention 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
+        raise kernels_cannot_run("attention 'kernel'")
     return True
 
 
@@ -115,9 +122,9 @@ def _plain_fuxi(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, se
 
 
 def _biases(w_pos: Tensor, w_ts: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """[max_length, max_length], and [samples, max_length, max_length] of the samples that are not empty."""
+    """Returns b_pos [max_length, max_length] and b_ts [samples that are not empty, max_length, max_length]."""
     blocks = sequences.in_blocks(sequences.max_length)
-    whole = torch.arange(blocks.num_blocks, device=w_pos.device)
-    index, buckets = blocks.position_index(0), blocks.time_buckets(Pairs(whole, whole, 0))
+    numbers = torch.arange(blocks.num_blocks, device=w_pos.device)
+    index, buckets = blocks.position_index(0), blocks.time_buckets(Pairs(numbers, numbers, 0))
     b_pos = w_pos.index_select(0, index.flatten()).view_as(index)
     return b_pos, w_ts.index_select(0, buckets.flatten()).view_as(buckets)

@@ -1,4 +1,4 @@
-"""Features of jagged rows, as the embedding part hands them over, and which item stands behind each."""
+"""Features of jagged rows, as the embedding part hands them over, and the item that follows each position."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from nestpipe.ops.sequences import Sequences
 
 
 class RowSequence(Protocol):
-    """A feature of jagged rows."""
+    """A feature whose samples have any number of rows; nestpipe.embedding.features has the implementation."""
 
     @property
     def rows(self) -> Tensor: ...
@@ -21,13 +21,13 @@ class RowSequence(Protocol):
     def values(self) -> Tensor: ...
     @property
     def host_lengths(self) -> list[int]:
-        """of the samples; without waiting for a device"""
+        """Lengths of the samples, known without waiting for a device."""
 
 
 def next_items(history: RowSequence, target: RowSequence, sequences: Sequences) -> Tensor:
-    """[num_tokens] row of the item behind each position."""
-    behind = torch.cat([history.index[1:], history.index[:1]])
-    return torch.where(sequences.is_last, target.index.index_select(0, sequences.samples), behind)
+    """Returns [num_tokens], the row of the item that follows each position."""
+    following = torch.cat([history.index[1:], history.index[:1]])
+    return torch.where(sequences.is_last, target.index.index_select(0, sequences.samples), following)
 
 
 def check_targets(target: RowSequence, sequences: Sequences) -> None:

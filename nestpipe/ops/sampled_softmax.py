@@ -1,11 +1,15 @@
 """Sampled softmax of each token's next item against negatives.
 
-A token's logits are the cosines of its output with the row of its next item and with those of its negatives, divided by
-the temperature; a negative that is the next item itself is left out. The forms: "plain", the reference, gathers
-[num_tokens, negatives, dim]; "blocked" a few tokens at a time. That makes the gradients on the way, while the gathered
-rows are at hand, and keeps nothing of them: the loss is a sum, so that backward has only to scale them. Kernels do that
-on CUDA, if Triton is installed, negatives are those of samples and rows are float32; torch elsewhere, over the distinct
-rows of a micro-batch. "kernel" is an error where the kernels cannot run.
+A token's logits are the cosines of its output with the row of its next item and with the rows of its negatives, divided
+by the temperature. A negative that is the next item itself is left out.
+
+Forms:
+    plain     the reference; gathers [num_tokens, negatives, dim]
+    blocked   gathers the rows of a few tokens at a time and computes the gradients in forward, so that gathered rows
+              need not be kept. The loss is a sum, so backward only scales the gradients. Kernels do it on CUDA if
+              Triton is installed, negatives belong to samples and rows are float32; torch does it elsewhere, over the
+              distinct rows of a micro-batch
+    kernel    the blocked form by kernels; an error where they cannot run
 """
 
 from dataclasses import dataclass
@@ -17,18 +21,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.kernels.attention.tiles import SIZES
-from nestpipe.kernels.dispatch import compiles_triton, elements_at_a_time, runs_triton
-from nestpipe.kernels.precision import product_dtype, without_autocast
-from nestpipe.kernels.rows.upload import upload
+from nestpipe.kernels.dispatch import (
+    adds_in_order,
+    compiles_triton,
+    elements_at_a_time,
+    kernels_cannot_run,
+    product_dtype,
+    runs_triton,
+    without_autocast,
+)
+from nestpipe.kernels.rows.pinned import upload
 from nestpipe.kernels.softmax.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
-from nestpipe.ops.ordered import add_in_order
 from nestpipe.ops.row_sequences import RowSequence, check_targets, next_items
 from nestpipe.ops.sequences import BLOCK, Sequences
 
 NEGATIVES_PER = ("position", "sample")
 FORMS = ("blocked", "kernel", "plain")
 GATHERED_ELEMENTS = 2**19
-"""elements of rows gathered at a time in host memory: few enough for a core's own memory"""
+"""Elements of rows gathered at a time in host memory: few enough for a core's cache."""
 
 
 def sampled_softmax(
@@ -41,14 +51,13 @@ def sampled_softmax(
     temperature: float = 0.05,
     form: str = "blocked",
 ) -> Tensor:
-    """The sum over tokens of -log softmax of the next item's logit.
+    """Returns the sum over tokens of -log softmax of the next item's logit, computed in the rows' dtype.
 
-    outputs [num_tokens, dim]; history has the tokens, target what follows the last of each sample. Negatives are those
-    of token 0, of token 1, ..., or those of sample 0, of sample 1, ..., each as many. All three have the same rows,
-    [m, dim]. Computed in the rows' dtype.
+    outputs is [num_tokens, dim]. history has the tokens, and target has the item after the last one of each sample.
+    Negatives are listed by token or by sample (negatives_per), the same number for each. The features share their rows.
     """
     check_targets(target, sequences)
-    of_each = _of_each(negatives.index, sequences, negatives_per)
+    negative_lists = _negative_lists(negatives.index, sequences, negatives_per)
     if _takes_kernels(outputs, history.rows, negatives_per, form):
         values = outputs, history.values, target.values, negatives.values
         index = history.index, target.index, negatives.index
@@ -57,8 +66,8 @@ def sampled_softmax(
     with without_autocast(rows):
         outputs, rows = unit(outputs.to(rows.dtype)), unit(rows)
         if form == "plain":
-            return _plain(outputs, rows, positives, of_each, sequences, negatives_per, temperature)
-        units, work = _units(outputs, positives, of_each, sequences, negatives_per)
+            return _plain(outputs, rows, positives, negative_lists, sequences, negatives_per, temperature)
+        units, work = _units(outputs, positives, negative_lists, sequences, negatives_per)
         is_trained = torch.is_grad_enabled() and (units.requires_grad or rows.requires_grad)
         loss: Tensor = _Blocked.apply(units, rows, work, temperature, is_trained)  # type: ignore[no-untyped-call]
         return loss
@@ -76,38 +85,38 @@ def _takes_kernels(outputs: Tensor, rows: Tensor, negatives_per: str, form: str)
             f"negatives of each {negatives_per}, {rows.dtype} and {outputs.dtype}; use 'blocked'"
         )
     if not runs_triton(outputs):
-        raise ValueError("form 'kernel' needs a CUDA device and Triton; use 'blocked', which runs everywhere")
+        raise kernels_cannot_run("form 'kernel'")
     return True
 
 
 def _tile_size(outputs: Tensor) -> int:
-    """That of attention, so that both share the tiles."""
+    """Returns the tile size of attention, so that both share the tiles."""
     return SIZES.get(product_dtype(outputs), BLOCK)
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Of length 1, as scores are computed from them."""
+    """Returns vectors divided by their lengths, from which scores are computed."""
     return F.normalize(vectors, dim=-1, eps=SMALLEST_NORM)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Tokens in units that share their negatives."""
+    """Tokens in units. The tokens of a unit share their negatives."""
 
     positives: Tensor
-    """[units, tokens]"""
+    """Row of each token's next item, [units, tokens]."""
     is_token: Tensor
-    """[units, tokens] 1, or 0 for what fills up"""
+    """1 for a token and 0 for padding, [units, tokens]."""
     negatives: Tensor
-    """[lists, negatives]"""
+    """Rows of the negatives in each list, [lists, negatives]."""
     lists: Tensor
-    """[units] list of each unit"""
+    """List of each unit, [units]."""
 
 
 def _units(
     outputs: Tensor, positives: Tensor, negatives: Tensor, sequences: Sequences, negatives_per: str
 ) -> tuple[Tensor, _Work]:
-    """[units, tokens, dim], and what belongs to them."""
+    """Returns outputs [units, tokens, dim], and the work on them."""
     is_token = torch.ones_like(positives)
     if negatives_per == "position":
         numbers = torch.arange(len(positives), device=positives.device)
@@ -115,16 +124,16 @@ def _units(
     blocks = sequences.in_blocks(min(BLOCK, sequences.max_length))
     shape = (blocks.num_blocks, blocks.size)
     work = _Work(
-        blocks.place(positives).view(shape),
-        blocks.place(is_token).view(shape),
+        blocks.to_slots(positives).view(shape),
+        blocks.to_slots(is_token).view(shape),
         negatives,
         upload(blocks.samples, positives.device),
     )
-    return blocks.place(outputs).view(*shape, outputs.shape[1]), work
+    return blocks.to_slots(outputs).view(*shape, outputs.shape[1]), work
 
 
-def _of_each(negatives: Tensor, sequences: Sequences, negatives_per: str) -> Tensor:
-    """[num_tokens or num_samples, negatives]"""
+def _negative_lists(negatives: Tensor, sequences: Sequences, negatives_per: str) -> Tensor:
+    """Returns [num_tokens or num_samples, negatives]."""
     if negatives_per not in NEGATIVES_PER:
         raise ValueError(f"negatives_per is {negatives_per!r}, must be 'position' or 'sample'")
     count = sequences.num_tokens if negatives_per == "position" else len(sequences.lengths)
@@ -164,9 +173,9 @@ class _Blocked(torch.autograd.Function):
         for part in _parts(work, rows.shape[1]):
             x, positives, is_token = units[part], work.positives[part], work.is_token[part]
             negatives = work.negatives.index_select(0, work.lists[part])
-            of_positives = _gather(rows, positives)
-            of_negatives = _gather(rows, negatives)
-            logits = torch.cat([(x * of_positives).sum(2, keepdim=True), x @ of_negatives.transpose(1, 2)], dim=2)
+            positive_rows = _gather(rows, positives)
+            negative_rows = _gather(rows, negatives)
+            logits = torch.cat([(x * positive_rows).sum(2, keepdim=True), x @ negative_rows.transpose(1, 2)], dim=2)
             logits.div_(temperature)
             logits[:, :, 1:].masked_fill_(negatives[:, None, :] == positives[:, :, None], float("-inf"))
             logarithms = logits.logsumexp(2)
@@ -175,11 +184,11 @@ class _Blocked(torch.autograd.Function):
                 continue
             slopes = logits.sub_(logarithms[:, :, None]).exp_()
             slopes[:, :, 0] -= 1
-            slopes.div_(temperature)  # of what fills up, too: its x is zero, and its own gradient is never read
-            of_positive, of_others = slopes[:, :, :1], slopes[:, :, 1:]
-            d_units[part] = of_positive * of_positives + of_others @ of_negatives
-            add_in_order(d_rows, positives.flatten(), (of_positive * x).flatten(0, 1))
-            add_in_order(d_rows, negatives.flatten(), (of_others.transpose(1, 2) @ x).flatten(0, 1))
+            slopes.div_(temperature)  # padding needs no mask: its x is zero, and its gradient is never read
+            positive_slopes, negative_slopes = slopes[:, :, :1], slopes[:, :, 1:]
+            d_units[part] = positive_slopes * positive_rows + negative_slopes @ negative_rows
+            add_in_order(d_rows, positives.flatten(), (positive_slopes * x).flatten(0, 1))
+            add_in_order(d_rows, negatives.flatten(), (negative_slopes.transpose(1, 2) @ x).flatten(0, 1))
         if d_units is not None and d_rows is not None:
             ctx.save_for_backward(d_units, d_rows)
         return total
@@ -200,3 +209,25 @@ def _parts(work: _Work, dim: int) -> list[slice]:
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     return rows.index_select(0, index.flatten()).view(*index.shape, rows.shape[1])
+
+
+def add_in_order(target: Tensor, index: Tensor, source: Tensor) -> None:
+    """Adds source[i] to target[index[i]] in the order of i. Both are [n, dim].
+
+    On an accelerator index_add_ uses atomic additions, whose order varies, and so may index_put_.
+    """
+    if adds_in_order(target):
+        target.index_add_(0, index, source)
+    else:
+        add_sorted(target, index, source)
+
+
+def add_sorted(target: Tensor, index: Tensor, source: Tensor) -> None:
+    """Sums the rows that go to each row of target, in order, then adds these sums."""
+    if len(index) == 0:
+        return
+    order = index.argsort(stable=True)
+    rows = torch.arange(len(target) + 1, device=index.device)
+    starts = torch.searchsorted(index.index_select(0, order), rows)
+    sorted_source = source.index_select(0, order)
+    target.add_(torch.segment_reduce(sorted_source, "sum", offsets=starts, axis=0, initial=0, unsafe=True))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from nestpipe.device.reductions import all_finite
+from nestpipe.device.numerics import all_finite
 from nestpipe.device.streams import Mark, use_here, wait_for
 from nestpipe.distributed.world import World
 from nestpipe.pipelining.finite import NonFiniteError

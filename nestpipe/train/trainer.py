@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.precision import autocast
+from nestpipe.device.numerics import autocast
 from nestpipe.distributed.world import World
 from nestpipe.embedding.budget import DeviceBytes
 from nestpipe.embedding.table import Feature, tables_of

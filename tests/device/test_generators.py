@@ -1,4 +1,4 @@
-"""Forked generators go on afterwards as if nothing had been drawn in between."""
+"""Tests that forked generators continue as if nothing had been drawn inside."""
 
 import torch
 
@@ -7,7 +7,7 @@ from nestpipe.device.streams import default_device, full_device
 
 
 def test_draws_within_are_not_seen_outside() -> None:
-    """On the host and on the accelerator, if there is one. Fails if forked_generators forks none of both."""
+    """Tries the host and, if there is one, the accelerator. Fails if forked_generators does not fork one of them."""
     device = full_device(default_device())
     places = {torch.device("cpu"), device}
     torch.manual_seed(0)

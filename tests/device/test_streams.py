@@ -1,4 +1,4 @@
-"""Devices by name, and what streams are where there are none."""
+"""Tests the choice of a device by name, and that streams do nothing on a CPU."""
 
 import numpy as np
 import pytest
@@ -12,19 +12,19 @@ from nestpipe.embedding.plan import TravelList
 CPU = torch.device("cpu")
 
 
-def test_a_device_that_nobody_knows() -> None:
+def test_a_device_that_torch_does_not_know() -> None:
     with pytest.raises(ValueError, match="'gpu' is no device that torch knows; cpu, cuda or cuda:1, for example"):
         World(device="gpu")
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one; runs where there is none")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="runs on machines without an accelerator")
 @pytest.mark.parametrize("make", [full_device, lambda name: device_of_rank(name, 1)])
-def test_a_device_that_is_not_there(make) -> None:
+def test_a_missing_device(make) -> None:
     with pytest.raises(ValueError, match=r"there is no cuda here, torch finds no accelerator; set runtime\.device"):
         make("cuda")
 
 
-def test_the_default_is_there() -> None:
+def test_the_default_exists() -> None:
     assert full_device(default_device()).type == default_device()
 
 
@@ -37,7 +37,7 @@ def test_a_cpu_has_no_streams() -> None:
         assert torch.zeros(2).device == CPU
 
 
-def test_what_is_there_already_is_not_copied() -> None:
+def test_tensors_on_the_device_are_not_copied() -> None:
     """Fails if upload copies tensors that are on the device."""
     tensor = torch.arange(5)
     assert upload([tensor], CPU)(tensor) is tensor

@@ -1,7 +1,7 @@
-"""Streams of lanes are their own, though torch hands out the same 32 over and over.
+"""Tests that lanes do not share streams, although torch hands out the same 32 in turn.
 
-Fails if Streams._draw takes the first stream that torch gives it: then a lane may have the stream on which a graph is
-recorded, and what it enqueues meanwhile becomes part of the graph.
+Fails if Streams._draw takes the first stream that torch gives it: a lane may then get the stream on which a graph is
+recorded, and what it enqueues becomes part of the graph.
 """
 
 import gc
@@ -36,12 +36,12 @@ def ids(streams: Streams, lanes=LANES) -> list[int]:
 def test_no_two_lanes_share_one() -> None:
     recording = Streams(DEVICE, is_exclusive=True)
     worlds = [Streams(DEVICE) for _ in range(5)]
-    found = [*ids(recording, ["recording"]), *(number for world in worlds for number in ids(world))]
-    assert len(set(found)) == len(found) == 31
-    assert [number for world in worlds for number in ids(world)] == found[1:], "a lane keeps its stream"
+    drawn = [*ids(recording, ["recording"]), *(number for world in worlds for number in ids(world))]
+    assert len(set(drawn)) == len(drawn) == 31
+    assert [number for world in worlds for number in ids(world)] == drawn[1:], "a lane keeps its stream"
 
 
-def test_where_there_are_too_few_none_is_that_of_a_recording() -> None:
+def test_the_stream_of_a_recording_is_never_shared() -> None:
     worlds = [Streams(DEVICE) for _ in range(5)]
     before = [number for world in worlds for number in ids(world)]
     recording = Streams(DEVICE, is_exclusive=True)
@@ -55,8 +55,8 @@ def test_where_there_are_too_few_none_is_that_of_a_recording() -> None:
         Streams(DEVICE, is_exclusive=True).stream("recording")
 
 
-def test_those_of_a_world_that_is_gone_are_free() -> None:
+def test_streams_of_a_deleted_world_are_free() -> None:
     for _ in range(5):
-        found = ids(Streams(DEVICE), [str(number) for number in range(31)])
-        assert len(set(found)) == 31
+        drawn = ids(Streams(DEVICE), [str(number) for number in range(31)])
+        assert len(set(drawn)) == 31
         gc.collect()

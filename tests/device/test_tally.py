@@ -1,4 +1,4 @@
-"""A tally counts memory from when a tensor is added until nobody holds it, once."""
+"""Tests that a tally counts memory once, from when a tensor is added until it is freed."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_memory_counts_until_it_is_free(tally: Tally) -> None:
     assert held(tally) == 200
 
 
-def test_the_peak_stays(tally: Tally) -> None:
+def test_the_peak_is_kept(tally: Tally) -> None:
     """Fails if add compares with the peak before it has added."""
     for size in (10, 1000, 10):
         tally.add(torch.empty(size))
@@ -45,23 +45,23 @@ def test_a_view_counts_as_itself(tally: Tally) -> None:
 
 
 def test_what_autograd_holds_counts(tally: Tally) -> None:
-    leaf = torch.ones(100, requires_grad=True)
-    tally.add(leaf)
-    loss = leaf.square().sum()
-    del leaf
+    array = torch.ones(100, requires_grad=True)
+    tally.add(array)
+    loss = array.square().sum()
+    del array
     assert held(tally) == 400
     del loss
     assert held(tally) == 0
 
 
-def test_other_devices_and_other_times(tally: Tally) -> None:
-    there = torch.empty(100, device="meta")
-    tally.add(there)
+def test_other_devices_and_stopped_tallies(tally: Tally) -> None:
+    elsewhere = torch.empty(100, device="meta")
+    tally.add(elsewhere)
     tally.stop()
-    here = torch.empty(100)
-    tally.add(here)
+    later = torch.empty(100)
+    tally.add(later)
     assert held(tally) == 0
 
 
-def test_host_memory_is_no_whole_device() -> None:
+def test_a_cpu_has_no_device_peak() -> None:
     assert whole_device_peak(CPU) is None

@@ -1,4 +1,4 @@
-"""These tests need an accelerator: `python -m pytest tests/gpu` on a machine that has one, from the source folder."""
+"""These tests need an accelerator. Run `python -m pytest tests/gpu` in the source folder on a machine with one."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""The formula of device memory, and the tally of what embeddings hold, against what torch says it has allocated.
+"""Tests the formula for device memory and the tally of embedding memory against what torch has allocated.
 
-The model here is a sum, so nearly all that is allocated is the embedding part's. Fails if a large tensor of it is in
-neither: if DistributedBatch.send_rows keeps what it has exchanged longer than `widest` counts, for example.
+The model is a sum, so nearly all memory belongs to the embedding part. Fails if formula and tally miss a large tensor:
+for example, if DistributedBatch.send_rows keeps exchanged rows longer than `widest` counts.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def batch_of(seed: int) -> Batch:
 
 
 def three_figures(world: World, schedule: str, window: str) -> tuple[int, int, int]:
-    """By the formula, by the tally, by torch."""
+    """Returns bytes by the formula, by the tally, and by torch."""
     trainer = Trainer(
         Sum().to(world.device),
         {"items": Pooled(Table("item", DIM, optimizer=Adagrad(0.1)))},

@@ -1,6 +1,6 @@
-"""E1 and E3 on an accelerator: every schedule ends with serial's bits, and with a CPU's rows up to rounding.
+"""Tests E1 and E3 on an accelerator: every schedule ends with serial's bits, and with a CPU's rows up to rounding.
 
-Fails if Executor._run does not wait for the marks of what it depends on, or if a kernel adds up in the order in which
+Fails if Executor._run does not wait for the marks of its dependencies, or if a kernel sums in the order in which
 programs happen to run.
 """
 
@@ -28,13 +28,14 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "case"), CASES, ids=str)
 def test_every_schedule_and_window(device: str, size: int, case: Case) -> None:
-    assert len({digest for of_rank in on_ranks(size, digests, case, device=device) for digest in of_rank}) == 1
+    digests_by_rank = on_ranks(size, digests, case, device=device)
+    assert len({digest for rank_digests in digests_by_rank for digest in rank_digests}) == 1
 
 
 @pytest.mark.parametrize(("size", "optimizer"), [(1, "adagrad"), (1, "sgd"), (2, "adam"), (4, "rowwise_adagrad")])
 def test_hostile_streams(device: str, size: int, optimizer: str) -> None:
-    for of_rank in on_ranks(size, train_some, optimizer, 1, device=device):
-        for stream, results in of_rank:
+    for rank_results in on_ranks(size, train_some, optimizer, 1, device=device):
+        for stream, results in rank_results:
             assert len(set(results)) == 1, stream
 
 
@@ -47,9 +48,9 @@ def test_equals_a_cpu_up_to_rounding(device: str, optimizer: str, layout: str) -
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(cpu_losses))
     for name, value in dense.items():
         torch.testing.assert_close(value, cpu_dense[name], rtol=1e-9, atol=1e-9)
-    for name, (keys, of_keys) in rows.items():
+    for name, (keys, key_rows) in rows.items():
         assert torch.equal(keys, cpu_rows[name][0])
-        torch.testing.assert_close(of_keys, cpu_rows[name][1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(key_rows, cpu_rows[name][1], rtol=1e-9, atol=1e-9)
 
 
 def stop_at_nan(world: World, schedule: str, bad_step: int) -> tuple[str, int, list, list]:
@@ -72,7 +73,7 @@ def stop_at_nan(world: World, schedule: str, bad_step: int) -> tuple[str, int, l
 
 @pytest.mark.parametrize("bad_step", [0, 4, 9])
 @pytest.mark.parametrize(("size", "schedule"), [(1, "serial"), (1, "nested"), (1, "intra"), (2, "nested")])
-def test_rows_are_as_before_what_is_not_finite(device: str, size: int, schedule: str, bad_step: int) -> None:
+def test_rows_are_as_before_a_non_finite_step(device: str, size: int, schedule: str, bad_step: int) -> None:
     for text, num_steps, rows, expected in on_ranks(size, stop_at_nan, schedule, bad_step, device=device):
         assert f"step {bad_step}: a loss or a gradient is not finite" in text
         assert num_steps == bad_step
@@ -95,8 +96,8 @@ def bad_batches(bad_step: int) -> list[Batch]:
     return batches
 
 
-def test_what_is_not_finite_is_not_saved(device: str, tmp_path: Path) -> None:
-    """Fails if flush does not hear what the device has found out."""
+def test_a_non_finite_step_is_not_saved(device: str, tmp_path: Path) -> None:
+    """Fails if flush does not poll the outcomes of steps."""
     trainer = bad_run(World(device=device))
     with pytest.raises(NonFiniteError, match="step 3: a loss or a gradient is not finite"):
         trainer.fit(bad_batches(3), after_step=lambda _: trainer.save(tmp_path / "save"))
@@ -106,8 +107,8 @@ def test_what_is_not_finite_is_not_saved(device: str, tmp_path: Path) -> None:
     assert all(bool(value.isfinite().all()) for value in loaded.model.state_dict().values())
 
 
-def test_another_error_after_what_is_not_finite(device: str) -> None:
-    """The steps that did not count are not counted. Fails if Pipeline._end does not hear."""
+def test_another_error_after_a_non_finite_step(device: str) -> None:
+    """Masked steps are not counted. Fails if Pipeline._end does not poll the outcomes of steps."""
     trainer = bad_run(World(device=device))
 
     def fail(result: FitResult) -> None:
@@ -120,7 +121,7 @@ def test_another_error_after_what_is_not_finite(device: str) -> None:
     assert any("step 4: a loss or a gradient is not finite" in note for note in error.value.__notes__)
 
 
-def test_the_batch_at_fault_does_not_come_again(device: str) -> None:
+def test_the_batch_at_fault_is_not_repeated(device: str) -> None:
     trainer, batches = bad_run(World(device=device)), iter(bad_batches(3))
     with pytest.raises(NonFiniteError):
         trainer.fit(batches, steps=4)
@@ -134,8 +135,8 @@ class Doubled(SGD):
         rows.sub_(gradient, alpha=2 * lr)
 
 
-def test_an_update_of_its_own(device: str) -> None:
-    """A class derived from SGD says only how rows change in host memory. Fails if the kernel of SGD runs instead."""
+def test_a_custom_update(device: str) -> None:
+    """A class derived from SGD overrides `update`. Fails if the kernel of SGD runs instead."""
     rows, gradient = torch.ones(3, 4, device=device), torch.ones(3, 4, device=device)
     state, is_masked = torch.empty(3, 0, device=device), torch.zeros((), dtype=torch.bool, device=device)
     Doubled(0.25).apply(rows, state, gradient, 1, is_masked)

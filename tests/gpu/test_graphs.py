@@ -1,8 +1,7 @@
-"""Layers replayed as graphs have the bits of layers that were launched one kernel after another.
+"""Tests that layers replayed as graphs have the bits of layers launched kernel by kernel.
 
 Fails if Stack does not copy the tiles of a micro-batch to the graph's (`tiles.copy_to(twin)`), if Graph does not clear
-what fills up (`memory[len(lines) :].zero_()`), or if it has one user after another without waiting for backward
-(`graph.is_in_use`).
+padding (`memory[len(rows) :].zero_()`), or if a graph is used again before its backward (`graph.is_in_use`).
 """
 
 import pytest
@@ -18,7 +17,7 @@ def losses_and_gradients(model_class, dropout: float, dtype: torch.dtype | None)
     torch.use_deterministic_algorithms(True, warn_only=True)
     model = model_class(8, 130, 2, num_heads=2, dim_qk=16, dim_v=16, dropout=dropout).to("cuda")
     rows = torch.randn(NUM_ITEMS, 8, generator=torch.Generator().manual_seed(0)).cuda().requires_grad_()
-    found = []
+    results = []
     for number, lengths in enumerate(LENGTHS):
         torch.manual_seed(number)
         batch = histories(lengths, 130, seed=number)
@@ -26,13 +25,13 @@ def losses_and_gradients(model_class, dropout: float, dtype: torch.dtype | None)
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             loss = model(features, {"times": batch.inputs["times"].cuda()})
         loss.backward()
-        found += [loss.detach(), rows.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+        results += [loss.detach(), rows.grad.clone(), *(p.grad.clone() for p in model.parameters())]
         with torch.no_grad():  # as an optimizer does: in place
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
     torch.use_deterministic_algorithms(False)
-    found.append(torch.tensor(model._stack.num_graphs))
-    return found
+    results.append(torch.tensor(model._stack.num_graphs))
+    return results
 
 
 @pytest.mark.parametrize("model_class", [HSTU, FuXi])
@@ -49,7 +48,7 @@ def test_the_same_bits(device: str, model_class, dropout: float, dtype, monkeypa
 
 
 def test_two_forwards_before_a_backward(device: str) -> None:
-    """The second finds the graph in use, and is launched; so both gradients are right."""
+    """The second forward finds the graph in use and is launched kernel by kernel, so both gradients are right."""
     model = HSTU(8, 130, 1, num_heads=1, dim_qk=16, dim_v=16, dropout=0.0).to("cuda")
     rows = torch.randn(NUM_ITEMS, 8).cuda().requires_grad_()
 
@@ -64,7 +63,7 @@ def test_two_forwards_before_a_backward(device: str) -> None:
         loss_of(seed).backward()
         expected[seed] = rows.grad.clone()
     assert model._stack.num_graphs == 2
-    for pair in ((0, 1), (0, 2), (2, 1)):  # of one size, and of two whose graphs share memory
+    for pair in ((0, 1), (0, 2), (2, 1)):  # one size, and two sizes whose graphs share memory
         losses = {seed: loss_of(seed) for seed in pair}
         for seed in reversed(pair):
             rows.grad = None

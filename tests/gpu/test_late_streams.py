@@ -1,8 +1,8 @@
-"""I11 and the marks: streams that are late, each at random, change nothing.
+"""Tests I11 and the marks: streams with random delays change nothing.
 
-Kernels of a test are done before another thread has turned round; so here every operation of a lane first has its
-stream sleep. Fails if Executor._run does not wait for the marks it depends on, if Executor.drain forgets them, or if
-Executor.wait passes over a mark because its thread is done. Memory that is used again too early is not provoked.
+The kernels of a small test end before another thread reacts, so here every operation of a lane first makes its stream
+sleep. Fails if Executor._run does not wait for the marks of its dependencies, if Executor.drain drops marks, or if
+Executor.wait skips a mark because its thread is done. Memory that is reused too early is not provoked.
 """
 
 import random
@@ -19,7 +19,7 @@ from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, 
 
 CASE = Case("adagrad", "shared", 4, steps=9)
 MOST_CYCLES = 4_000_000
-"""about 2 ms"""
+"""About 2 ms."""
 
 
 def sleep(draws: random.Random) -> None:
@@ -41,7 +41,7 @@ class LateExecutor(Executor):
 
 
 def digests(world: World, schedule: str, flushes: bool) -> list[str]:
-    """Serial's, then that of the schedule with late streams."""
+    """Returns the digest of serial, then that of the schedule with late streams."""
     results = []
     for is_late in (False, True):
         trainer = make_trainer(world, replace(CASE, schedule=schedule if is_late else "serial"))
@@ -69,6 +69,6 @@ def digests(world: World, schedule: str, flushes: bool) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_late_streams(device: str, size: int, schedule: str, flushes: bool) -> None:
     if device != "cuda":
-        pytest.skip("only CUDA's streams can be told to sleep; runs on a machine with CUDA")
+        pytest.skip("needs CUDA, whose streams can sleep; runs on a machine with CUDA")
     for serial, late in on_ranks(size, digests, schedule, flushes, device=device):
         assert late == serial

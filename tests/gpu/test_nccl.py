@@ -1,7 +1,8 @@
-"""Collectives of device memory: by NCCL, and from one thread.
+"""Tests collectives on device memory, by NCCL and from one thread.
 
-On one device NCCL takes one rank only: there a channel is told that it has a second one, and talks to itself. With a
-device for each rank, whole runs. Fails if Channel._issue does not wait for the mark of the thread that asks.
+NCCL accepts one rank per device. On a machine with one device, a channel is told that it has a second rank and talks to
+itself; with a device for each rank, whole runs are tested. Fails if Channel._issue does not wait for the mark of the
+calling thread.
 """
 
 from dataclasses import replace
@@ -20,16 +21,16 @@ from tests.exactness.cases import Case, train
 from tests.ranks import run_ranks
 
 LATE_CYCLES = 20_000_000
-"""about 10 ms"""
+"""About 10 ms."""
 
 
 def talk_to_itself(world: World) -> None:
-    """In a process of its own, where a process group may be made and left."""
+    """Runs in its own process, since it makes a process group."""
     dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
     device = world.device
     watch = Watch(0, 1, None, 25.0)
     channel = Channel("rows", watch, None, Streams(device), Lane("issuer"), dist.group.WORLD)
-    channel.size = 2  # else nothing is sent
+    channel.size = 2  # otherwise nothing is sent
     for number in range(5):
         torch.cuda._sleep(LATE_CYCLES)
         sent = torch.full((1 << 20,), number, dtype=torch.uint8, device=device)
@@ -52,15 +53,15 @@ def talk_to_itself(world: World) -> None:
 
 def test_one_rank_by_nccl(device: str) -> None:
     if device != "cuda" or not dist.is_nccl_available():
-        pytest.skip("NCCL is CUDA's; runs on a machine with both")
+        pytest.skip("needs CUDA and NCCL; runs on a machine with both")
     run_ranks(1, talk_to_itself, device=device)
 
 
 def test_one_issuer_on_a_shared_device(device: str) -> None:
-    """Gloo through host memory, but from one thread, each lane in its stream."""
+    """Gloo sends through host memory, but from one thread, and each lane keeps its stream."""
     first, *others = run_ranks(2, train_streams, [*SCHEDULES], device=device)
     assert all(other == first for other in others)
-    assert [len(set(of_stream)) for of_stream in first] == [1] * len(first)
+    assert [len(set(digests)) for digests in first] == [1] * len(first)
 
 
 def digests_by_nccl(world: World, case: Case) -> tuple[str, list[str]]:
@@ -79,7 +80,7 @@ def test_a_device_for_each_rank(device: str, size: int) -> None:
 
 def test_two_ranks_on_one_device_are_refused(device: str) -> None:
     if device != "cuda" or torch.accelerator.device_count() > 1:
-        pytest.skip("of one CUDA device; runs on a machine with one")
+        pytest.skip("needs exactly one CUDA device; runs on a machine with one")
     texts = run_ranks(2, refusal, device)
     assert all("ranks 0, 1 are not alone on theirs" in text for text in texts)
 

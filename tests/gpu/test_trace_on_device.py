@@ -1,6 +1,6 @@
-"""A trace of a device shows what its streams do, not when the host enqueued it.
+"""Tests that a trace shows when a device's streams work, not when the host enqueues.
 
-Fails if Trace._end_on_device makes a Span of the host's times: dense spans would be as short as their launches.
+Fails if Trace._end_on_device makes spans of the host's times: dense spans would be as short as their launches.
 """
 
 import time
@@ -14,11 +14,11 @@ from nestpipe.train.trainer import FitResult
 from tests.exactness.cases import Case, global_batches, make_trainer
 
 CYCLES = 40_000_000
-"""some 20 ms"""
+"""About 20 ms."""
 
 
 def sleep_ms() -> float:
-    """How long the device takes for so many cycles."""
+    """Returns the time that the device takes for CYCLES."""
     begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
     begin.record()
     torch.cuda._sleep(CYCLES)
@@ -30,7 +30,7 @@ def sleep_ms() -> float:
 @pytest.mark.parametrize("schedule", ["serial", "inter"])
 def test_a_long_kernel_is_a_long_span(device: str, schedule: str) -> None:
     if device != "cuda":
-        pytest.skip("only CUDA's streams can be told to sleep; runs on a machine with CUDA")
+        pytest.skip("needs CUDA, whose streams can sleep; runs on a machine with CUDA")
     trainer = make_trainer(World(device=device), Case("adagrad", "pooled_sum", 1, schedule=schedule))
     trainer.check_split = False
     trainer.model.register_forward_pre_hook(lambda *_: torch.cuda._sleep(CYCLES))  # the host returns at once
@@ -46,7 +46,7 @@ def test_a_long_kernel_is_a_long_span(device: str, schedule: str) -> None:
         assert lasted_ms <= times.stages["dense"] + 0.1
         assert begin_ns <= span.begin_ns + 1e6
         assert span.end_ns <= end_ns + 1e6
-    of_compute = sorted((span.begin_ns, span.end_ns) for span in result.spans if span.lane == "compute")
-    assert all(end <= begin + 1e5 for (_, end), (begin, _) in pairwise(of_compute))
+    compute_times = sorted((span.begin_ns, span.end_ns) for span in result.spans if span.lane == "compute")
+    assert all(end <= begin + 1e5 for (_, end), (begin, _) in pairwise(compute_times))
     lanes = {span.lane for span in result.spans}
     assert lanes >= ({"compute"} if schedule == "serial" else {"compute", "host", "input", "upload", "route"})

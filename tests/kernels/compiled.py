@@ -1,6 +1,6 @@
 """Prints, as JSON, the machine code of each kernel for an H100 or H200, as the product would launch it.
 
-No accelerator is needed for that. It runs in a process of its own, where Triton is not the interpreter.
+This needs no accelerator. It runs in a separate process, where Triton does not interpret.
 """
 
 import json
@@ -37,7 +37,7 @@ def type_of(argument: Any) -> str:
 
 
 def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-    """What a launch does first."""
+    """Compiles a kernel as a launch does, without launching it."""
     options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
     names = kernel.arg_names
     values = dict(zip(names, arguments, strict=False)) | constants
@@ -67,8 +67,8 @@ tiles = Tiles([2], torch.zeros(1, 4, dtype=torch.int64), places, 64)
 for dtype in (torch.float32, torch.bfloat16):
     values = torch.zeros(2, 100, dtype=dtype), *(torch.zeros(n, 100) for n in (2, 1, 132))
     work = Work(values, (places, places, places), tiles, 20.0, 132, 100, 64, torch.zeros(4, 64), gradient)
-    x, of_unit, products = torch.zeros(1, 64, 100), torch.zeros(1, 132, 100), torch.zeros(1, 64, 132)
-    triton_sampled_softmax.place(work, 0, 1, x, of_unit)
+    x, unit_negatives, products = torch.zeros(1, 64, 100), torch.zeros(1, 132, 100), torch.zeros(1, 64, 132)
+    triton_sampled_softmax.place(work, 0, 1, x, unit_negatives)
 triton_sampled_softmax.softmax(work, 0, 1, products)
-triton_sampled_softmax.gradients(work, 0, 1, x, x, of_unit)
+triton_sampled_softmax.gradients(work, 0, 1, x, x, unit_negatives)
 print(json.dumps(codes))

@@ -1,6 +1,6 @@
-"""Where the kernels of these tests run: on the accelerator, or without one in Triton's interpreter, on this CPU.
+"""The device of these tests: the accelerator, or without one the CPU, where Triton's interpreter runs the kernels.
 
-The interpreter is asked for in each test alone: what other tests of the same process start must not see it.
+Each test sets the interpreter's variable for itself, so that processes started by other tests do not inherit it.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""What the kernels become on an accelerator, read from their machine code: no accelerator is needed for that.
+"""Tests the machine code of the kernels for an accelerator, which can be compiled without one.
 
-The interpreter accepts more than the compiler, and neither rounds otherwise nor works side by side.
+The interpreter accepts more than the compiler does, never fuses operations, and runs programs one after another.
 """
 
 import json
@@ -14,35 +14,35 @@ SAMPLED_SOFTMAX = ("place", "softmax", "gradients")
 
 
 def check_sampled_softmax(codes: dict[str, str]) -> None:
-    """Which may fuse in a logarithm."""
+    """Checks the sampled softmax, where the logarithm may use fused operations."""
     assert len(codes) == 4
     for kernel, code in codes.items():
-        assert not re.search(r"\b(atom|red)\.", code), f"{kernel} writes with others to one place"
+        assert not re.search(r"\b(atom|red)\.", code), f"{kernel} uses atomic operations"
         for instruction in ("ld", "st"):
             assert re.search(rf"{instruction}\.global\.(v4\.b32|v2\.b64)", code), f"{kernel} is narrow"
         divides, roots = (set(re.findall(rf"\b{name}\.\S+", code)) for name in ("div", "sqrt"))
-        assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} rounds as it likes"
+        assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} does not round as IEEE does"
 
 
 def test_machine_code(tmp_path: Path) -> None:
-    """Fails if fused multiply-add is not switched off, divide is the operator, root is tl.sqrt, the barrier of
-    rowwise_adagrad is gone, or VECTOR is 1."""
+    """Fails if fused multiply-add is not switched off, divide is the operator, root is tl.sqrt, rowwise_adagrad has no
+    barrier, or VECTOR is 1."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "tests.kernels.compiled"]
     root = Path(__file__).parents[2]
     finished = subprocess.run(command, cwd=root, env=environment, timeout=55, stdout=subprocess.PIPE, check=True)
     codes = json.loads(finished.stdout)
-    of_softmax = {kernel: codes.pop(kernel) for kernel in [*codes] if kernel.split("_")[0] in SAMPLED_SOFTMAX}
-    check_sampled_softmax(of_softmax)
+    softmax_codes = {kernel: codes.pop(kernel) for kernel in [*codes] if kernel.split("_")[0] in SAMPLED_SOFTMAX}
+    check_sampled_softmax(softmax_codes)
     assert len(codes) == 10
     for kernel, code in codes.items():
-        assert not re.search(r"\b(fma|atom|red)\.", code), f"{kernel} fuses, or writes with others to one place"
+        assert not re.search(r"\b(fma|atom|red)\.", code), f"{kernel} uses fused or atomic operations"
         wide = "v4.b32" if kernel.endswith("fp32") else "v2.b64"
         for instruction in ("ld.global", "st.global"):
             assert f"{instruction}.{wide}" in code, f"{kernel} has narrow loads or stores only"
         divides, roots = (set(re.findall(rf"\b{name}\.\S+", code)) for name in ("div", "sqrt"))
-        assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} rounds as it likes"
+        assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} does not round as IEEE does"
         assert bool(divides) == bool(roots) == ("ada" in kernel)
         if "rowwise" in kernel:
             state_read = code.index(f"ld.global.{wide[3:]}")

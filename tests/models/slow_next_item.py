@@ -1,4 +1,4 @@
-"""HSTU and FuXi one number at a time, written from their equations; autograd is all that torch is used for."""
+"""HSTU and FuXi one number at a time, written from their equations. torch is used for autograd only."""
 
 import math
 
@@ -24,7 +24,7 @@ def dot(x: Vector, y: Vector) -> Tensor:
 
 
 def times_matrix(x: Vector, w: Tensor) -> Vector:
-    """x W, with W [len(x), width]"""
+    """Returns x W, with W [len(x), width]."""
     columns = [list(column) for column in w.t()]
     return [dot(x, column) for column in columns]
 
@@ -53,7 +53,7 @@ def bucket(difference: int) -> int:
 
 
 class Layer:
-    """One layer on one sample; times has one number more than there are positions."""
+    """One layer on one sample. times has one more number than there are positions."""
 
     def __init__(
         self, parameters: Parameters, number: int, max_length: int, heads: int, dim_qk: int, dim_v: int
@@ -63,12 +63,12 @@ class Layer:
         self.max_length, self.heads, self.dim_qk, self.dim_v = max_length, heads, dim_qk, dim_v
 
     def project(self, xs: list[Vector], norm, num_gates: int) -> list[list[Vector]]:
-        """For each position u, v, q, k."""
+        """Returns u, v, q, k for each position."""
         h = self.heads
         widths = [num_gates * h * self.dim_v, h * self.dim_v, h * self.dim_qk, h * self.dim_qk]
         return [split([silu(z) for z in times_matrix(norm(x), self.p["w_uvqk"])], widths) for x in xs]
 
-    def of_head(self, x: Vector, head: int, dim: int) -> Vector:
+    def head_part(self, x: Vector, head: int, dim: int) -> Vector:
         return x[head * dim : (head + 1) * dim]
 
     def by_position(self, i: int, j: int) -> Tensor:
@@ -79,12 +79,12 @@ class Layer:
 
     def score(self, projected, i: int, j: int, head: int) -> Tensor:
         q, k = projected[i][2], projected[j][3]
-        return dot(self.of_head(q, head, self.dim_qk), self.of_head(k, head, self.dim_qk))
+        return dot(self.head_part(q, head, self.dim_qk), self.head_part(k, head, self.dim_qk))
 
     def attend(self, projected, i: int, head: int, weight) -> Vector:
         total = [torch.zeros((), dtype=torch.float64)] * self.dim_v
         for j in range(i + 1):
-            v = self.of_head(projected[j][1], head, self.dim_v)
+            v = self.head_part(projected[j][1], head, self.dim_v)
             total = [t + weight(j) * a for t, a in zip(total, v, strict=True)]
         return total
 
@@ -149,7 +149,7 @@ def sample_outputs(parameters: Parameters, rows: Tensor, items: list[int], times
 
 
 def loss(parameters: Parameters, rows: Tensor, batch: Batch, layers, per: str) -> tuple[Tensor, list[Vector]]:
-    """Of the batch; and the vector of each user, [] if there is no history."""
+    """Returns the loss of the batch, and the vector of each user, [] for an empty history."""
     total, users = torch.zeros((), dtype=torch.float64), []
     for sample in range(len(batch)):
         lists = {

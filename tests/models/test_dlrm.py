@@ -1,7 +1,7 @@
-"""DLRM against a slow version in plain Python loops: logits, loss, and every gradient.
+"""Tests DLRM against a slow version in plain Python loops: logits, loss, and every gradient.
 
-Fails, for example, if the products are taken of the upper triangle or with the diagonal, if the bottom's output is not
-handed to the top, if a ReLU follows the last layer, if a cross layer forgets its input, or if the loss is a mean.
+Fails, for example, if products of the upper triangle or of the diagonal are taken, if the bottom's output is not handed
+to the top, if a ReLU follows the last layer, if a cross layer does not add its input, or if the loss is a mean.
 """
 
 import math
@@ -77,7 +77,7 @@ def as_lists(tensors: dict[str, Tensor]) -> dict[str, list]:
 
 
 def slope(numbers: list, place: tuple[int, ...], loss, width: float = 1e-6) -> float:
-    """Central difference of the loss along one of the numbers of a nested list."""
+    """Returns the central difference of the loss along one number of a nested list."""
     for i in place[:-1]:
         numbers = numbers[i]
     before, losses = numbers[place[-1]], []
@@ -106,9 +106,9 @@ def test_logits_and_loss_equal_the_slow_version(options: dict) -> None:
 def test_every_gradient_equals_that_of_the_slow_version(options: dict) -> None:
     model = make(**options).double()
     embeddings, inputs = make_inputs(3)
-    leaves = {name: value.requires_grad_() for name, value in embeddings.items()}
-    model(leaves, inputs).backward()
-    tensors = dict(model.named_parameters()) | leaves
+    arrays = {name: value.requires_grad_() for name, value in embeddings.items()}
+    model(arrays, inputs).backward()
+    tensors = dict(model.named_parameters()) | arrays
     numbers = as_lists(tensors)
     slow_inputs = as_lists(inputs)
     for name, tensor in tensors.items():
@@ -116,7 +116,7 @@ def test_every_gradient_equals_that_of_the_slow_version(options: dict) -> None:
         for place in product(*map(range, tensor.shape)):
             expected = slope(numbers[name], place, lambda: slow_loss(numbers, numbers, slow_inputs))
             assert float(tensor.grad[place]) == pytest.approx(expected, rel=1e-5, abs=1e-7), (name, place)
-    assert all(bool(leaf.grad.abs().sum() > 0) for leaf in leaves.values())
+    assert all(bool(array.grad.abs().sum() > 0) for array in arrays.values())
 
 
 def test_float32_and_an_empty_micro_batch() -> None:
@@ -169,7 +169,7 @@ def test_refusals() -> None:
 
 
 def test_weights_of_samples() -> None:
-    """A sample of weight 2 counts as if it came twice, one of weight 0 not at all."""
+    """A sample of weight 2 counts as two samples, and one of weight 0 does not count."""
     model = make().double()
     embeddings, inputs = make_inputs(4)
     weighted = model(embeddings, inputs | {"weight": torch.tensor([1.0, 2.0, 0.0, 1.0])})

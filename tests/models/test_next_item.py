@@ -1,8 +1,8 @@
-"""HSTU and FuXi against a slow version that computes one number at a time: loss, users, and every gradient.
+"""Tests HSTU and FuXi against a slow version that computes one number at a time: loss, users, and every gradient.
 
-Fails, for example, if a bias is added in the wrong triangle, if L is the padded length of the batch, if the query's own
-time is used, if a normalisation has another eps, if the last position does not predict the target, or if the loss is a
-mean.
+Fails, for example, if a bias is added in the wrong triangle, if max_length is the longest length of the batch, if the
+query's own time is used, if a norm has another eps, if the last position does not predict the target, or if the loss is
+a mean.
 """
 
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def make_rows(dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a history of 5 has 3 blocks."""
+    """Makes blocks small, so that a history of 5 has 3 blocks."""
     monkeypatch.setattr("nestpipe.ops.attention.BLOCK", 2)
     monkeypatch.setattr("nestpipe.ops.sampled_softmax.BLOCK", 2)
 
@@ -72,7 +72,7 @@ def test_loss_and_every_gradient_equal_the_slow_version(model_class, slow_layer,
 @pytest.mark.parametrize("per", ["position", "sample"])
 @pytest.mark.parametrize("model_class", [HSTU, FuXi])
 def test_loss_sums_of_micro_batches_add_up(model_class, per: str) -> None:
-    """Fails if the longest history of a batch matters to the others."""
+    """Fails if a sample depends on the longest history of its batch."""
     model = make(model_class, negatives_per=per)
     lengths = [3, 0, 1, MAX_LENGTH, 2, 2, 0, 4]
     batch = histories(lengths, MAX_LENGTH, per=per)
@@ -125,7 +125,7 @@ def test_the_same_bits_again_with_dropout(model_class) -> None:
 @pytest.mark.parametrize("form", ["blocked", "plain"])
 @pytest.mark.parametrize("model_class", [HSTU, FuXi])
 def test_autocast(model_class, form: str) -> None:
-    """As good as bfloat16 is; loss, gradients and users stay in float32."""
+    """Results are as precise as bfloat16; loss, gradients and users stay in float32."""
     batch = histories(LENGTHS * 5, MAX_LENGTH)
     results = []
     for is_on in (False, True):

@@ -1,4 +1,4 @@
-"""HSTU and FuXi through the Trainer: accepted in micro-batches, the same digest again, and they learn.
+"""Trains HSTU and FuXi: the Trainer accepts them in micro-batches, digests are reproducible, and the loss falls.
 
 Fails, for example, if the loss is divided by the number of positions (check_split refuses it), or if the negatives of a
 sample are drawn from the default generator.
@@ -11,6 +11,7 @@ import nestpipe
 from nestpipe import Batch
 from nestpipe.data.dataset import Batches, Dataset
 from nestpipe.data.negatives import WithNegatives
+from nestpipe.embedding import optim
 from nestpipe.models import HSTU, FuXi
 from tests.histories import NUM_ITEMS, features, histories
 
@@ -19,7 +20,7 @@ DIM = 8
 
 
 class Histories(Dataset):
-    """Items follow each other in order, so that there is something to learn."""
+    """Histories of consecutive items, so that there is something to learn."""
 
     num_samples = None
 
@@ -37,7 +38,7 @@ class Histories(Dataset):
 def train(model_class, per: str, steps: int, num_micro_batches: int, schedule: str = "serial", dropout: float = 0.2):
     torch.use_deterministic_algorithms(True)
     try:
-        table = nestpipe.Table("item", DIM, optimizer=nestpipe.optim.Adam(0.01, betas=(0.9, 0.98)))
+        table = nestpipe.Table("item", DIM, optimizer=optim.Adam(0.01, betas=(0.9, 0.98)))
         trainer = nestpipe.Trainer(
             model_class(DIM, MAX_LENGTH, dim_qk=4, dim_v=4, num_heads=2, dropout=dropout, negatives_per=per, seed=4),
             features(table),

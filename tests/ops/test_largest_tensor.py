@@ -1,7 +1,7 @@
-"""No blocked form makes a tensor that grows with the square of the length, or with tokens x negatives x dim.
+"""Tests that no blocked form makes a tensor that grows with the square of the length, or with tokens x negatives x dim.
 
-Fails, for example, if PAIR_ELEMENTS or GATHERED_ELEMENTS is without effect (2**40), or if hstu_attention falls back to
-its plain form. `nestpipe bench attention` measures the memory itself.
+Fails, for example, if PAIR_ELEMENTS or GATHERED_ELEMENTS has no effect (2**40), or if hstu_attention falls back to its
+plain form. `nestpipe bench attention` measures the memory itself.
 """
 
 import pytest
@@ -16,6 +16,8 @@ from tests.histories import Rows
 
 
 class LargestTensor(TorchDispatchMode):
+    """Finds the largest tensor that operations return."""
+
     num_elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -33,10 +35,10 @@ def sequences(num_samples: int, length: int) -> Sequences:
 def largest_of_attention(op, length: int, num_samples: int, form: str) -> int:
     num_tokens, heads, dim = num_samples * length, 2, 4
     shapes = [*[(num_tokens, heads, dim)] * 3, (2 * length - 1,), (129,)]
-    leaves = [torch.rand(shape).requires_grad_() for shape in shapes]
+    arrays = [torch.rand(shape).requires_grad_() for shape in shapes]
     with LargestTensor() as largest:
-        op(*leaves, sequences(num_samples, length), form).sum().backward()
-    assert all(leaf.grad is not None for leaf in leaves)
+        op(*arrays, sequences(num_samples, length), form).sum().backward()
+    assert all(array.grad is not None for array in arrays)
     return largest.num_elements
 
 

@@ -7,7 +7,7 @@ has none, and what other ranks hear of it is on the device.
 import pytest
 import torch
 
-from nestpipe.device.reductions import all_finite
+from nestpipe.device.numerics import all_finite
 
 CPU = torch.device("cpu")
 

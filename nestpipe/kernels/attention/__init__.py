@@ -1,1 +1,1 @@
-"""Attention of HSTU and FuXi in Triton."""
+"""Attention of HSTU and FuXi in Triton. Modules named triton_* hold the kernels."""

@@ -1,8 +1,8 @@
-"""Attention of HSTU and FuXi on a device, by kernels: what nestpipe/ops/attention.py defines, with its gradients.
+"""Attention of HSTU and FuXi by kernels, forward and backward; nestpipe/ops/attention.py has the formulas.
 
-Sums are in float32 and in a fixed order: no sum uses atomic additions, and a token's output and gradients have the same
-bits whatever other samples are in the launch. Scores are made again in backward; beyond what each token has, memory is
-needed for the buckets of time (see Tiles) and, in backward, for a few hundred sums of each tile.
+Sums are in float32 and in a fixed order. No sum uses atomic additions, and a token's output and gradients have the same
+bits whatever other samples are in the launch. Scores are computed again in backward. Apart from the tokens themselves,
+memory is needed for the buckets of time (see Tiles) and, in backward, for a few hundred sums of each tile.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-call"
 
@@ -14,23 +14,23 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.kernels.attention.backward import keys_kernel, positions_kernel, queries_kernel, tiles_kernel
-from nestpipe.kernels.attention.forward import buckets_kernel, forward_kernel
 from nestpipe.kernels.attention.tiles import LARGEST_DIM, SIZES, Tiles
+from nestpipe.kernels.attention.triton_backward import keys_kernel, positions_kernel, queries_kernel, tiles_kernel
+from nestpipe.kernels.attention.triton_forward import buckets_kernel, forward_kernel
 from nestpipe.kernels.launch import launch
 
 SMALLEST_DOT = 16
-"""columns that a product of tiles needs"""
+"""Smallest number of columns in a product of tiles."""
 PAIRS_AT_A_TIME = 32
 
 
 def hstu_attention_kernel(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles: Tiles) -> Tensor:
-    """[num_tokens, heads, dim_v] of the dtype of q, k, v"""
+    """Returns [num_tokens, heads, dim_v] in the dtype of q, k, v."""
     return _attend(q, k, v, w_pos, w_ts, tiles, False)
 
 
 def fuxi_attention_kernel(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles: Tiles) -> Tensor:
-    """[num_tokens, heads, 3 * dim_v] of the dtype of q, k, v"""
+    """Returns [num_tokens, heads, 3 * dim_v] in the dtype of q, k, v."""
     return _attend(q, k, v, w_pos, w_ts, tiles, True)
 
 
@@ -46,7 +46,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles:
 
 
 def time_buckets(tiles: Tiles, times: Tensor, bounds: Tensor, out: Tensor) -> None:
-    """As Tiles.buckets; see there."""
+    """Writes the buckets of time of all tiles to `out`, as Tiles.buckets describes."""
     arrays = out, times.to(torch.int64).contiguous(), bounds, tiles.blocks, tiles.pairs
     constants = {"NUM_BOUNDS": len(bounds), "SIZE": tiles.size}
     launch(buckets_kernel, tiles.round_tiles, *arrays, tiles.max_length, **constants)
@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, w_pos: Tensor, w_ts: Tensor, tiles: Tiles, three: bool
     ) -> Tensor:
-        q, k, v = (_side_by_side(x) for x in (q, k, v))
+        q, k, v = (_contiguous_heads(x) for x in (q, k, v))
         work = Attention(q, k, v, w_pos, w_ts, tiles, three)
         ctx.save_for_backward(q, k, v, work.w_pos, work.w_ts)
         ctx.tiles, ctx.three = tiles, three
@@ -69,22 +69,24 @@ class _Attention(torch.autograd.Function):
         q, k, v, w_pos, w_ts = ctx.saved_tensors
         needs = ctx.needs_input_grad
         work = Attention(q, k, v, w_pos, w_ts, ctx.tiles, ctx.three, is_padded=True)
-        d_out = _side_by_side(d_out)
+        d_out = _contiguous_heads(d_out)
         d_q, d_k, d_v, d_pos, d_ts = (None,) * 5
         if needs[0]:
             d_q = q.new_empty(q.shape)
-            work.of_queries(d_out, d_q)
+            work.query_gradients(d_out, d_q)
         if needs[1] or needs[2]:
             d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
-            work.of_keys(d_out, d_k, d_v)
+            work.key_gradients(d_out, d_k, d_v)
         if needs[3] or needs[4]:
-            d_pos, d_ts = work.of_weights(d_out)
+            d_pos, d_ts = work.weight_gradients(d_out)
         return d_q, d_k, d_v, d_pos, d_ts, None, None
 
 
 class Attention:
-    """The launches of one attention, forward and backward. q, k, v, and what has their shape, may be part of wider
-    arrays of tokens; the heads of a gradient stand side by side."""
+    """Launches the kernels of one attention, forward and backward.
+
+    q, k, v and arrays of their shape may be columns of wider arrays of tokens. The heads of a gradient are contiguous.
+    """
 
     def __init__(
         self,
@@ -112,13 +114,14 @@ class Attention:
         self._launch(forward_kernel, out, out)
         return out
 
-    def of_queries(self, d_out: Tensor, d_q: Tensor) -> None:
+    def query_gradients(self, d_out: Tensor, d_q: Tensor) -> None:
         self._launch(queries_kernel, d_out, d_out, d_q, d_q_token=d_q.stride(0))
 
-    def of_keys(self, d_out: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+    def key_gradients(self, d_out: Tensor, d_k: Tensor, d_v: Tensor) -> None:
         self._launch(keys_kernel, d_out, d_out, d_k, d_v, d_k_token=d_k.stride(0), d_v_token=d_v.stride(0))
 
-    def of_weights(self, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    def weight_gradients(self, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of w_pos and w_ts."""
         tiles = self.tiles
         d_pos = self.w_pos.new_zeros(2 * tiles.max_length - 1)
         if tiles.num_tiles == 0:
@@ -164,7 +167,7 @@ class Attention:
 
 
 def _constants(q: Tensor, v: Tensor, tiles: Tiles, three: bool) -> dict[str, Any]:
-    """Chosen by dims and dtype alone, never by trying: another choice has other bits."""
+    """Returns the constants of the kernels. They depend on dims and dtype only: another choice gives other bits."""
     pad_qk, pad_v = (max(SMALLEST_DOT, triton.next_power_of_2(x.shape[2])) for x in (q, v))
     return {
         "DIM_QK": q.shape[2],
@@ -173,12 +176,12 @@ def _constants(q: Tensor, v: Tensor, tiles: Tiles, three: bool) -> dict[str, Any
         "PAD_V": pad_v,
         "SIZE": tiles.size,
         "THREE": three,
-        "PRECISION": "ieee",  # of products of float32, or they would be rounded to tf32
+        "PRECISION": "ieee",  # without it, products of float32 would be rounded to tf32
         "num_warps": 4 if q.dtype == torch.bfloat16 and max(pad_qk, pad_v) <= 64 and not three else 8,
         "num_stages": 2,
     }
 
 
-def _side_by_side(x: Tensor) -> Tensor:
-    """The elements of a head; tokens and heads may lie anywhere."""
+def _contiguous_heads(x: Tensor) -> Tensor:
+    """Returns x with the elements of a head contiguous. Tokens and heads may have any strides."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()

@@ -1,1 +1,1 @@
-"""Layers of the sequence models in Triton: norms, positions, a whole HSTU layer."""
+"""Layers of models of histories in Triton: norms, positions, a whole HSTU layer."""

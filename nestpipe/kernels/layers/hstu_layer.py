@@ -1,7 +1,7 @@
-"""A layer of HSTU in one piece: what nestpipe/ops/hstu.py defines, in a third of the launches.
+"""A layer of HSTU as one autograd function, in a third of the launches; nestpipe/ops/hstu.py has the formula.
 
-On a device the thread that launches is often what a layer waits for. Here no operation goes through autograd on its
-own, gradients of u, v, q, k are written side by side, and norms, gates and residuals are one pass each.
+On a device a layer often waits for the thread that launches its kernels. Here no single operation goes through
+autograd, gradients of u, v, q, k are written to one array, and norms, gates and residuals take one pass each.
 """
 
 from dataclasses import dataclass
@@ -19,23 +19,25 @@ from nestpipe.kernels.layers.norms import Norm, norm, norm_backward
 
 @dataclass(frozen=True)
 class LayerShape:
+    """Sizes and options of a layer."""
+
     num_heads: int
     dim_qk: int
     dim_v: int
     dropout: float
-    """0: none"""
+    """Probability of dropout; 0 to apply none."""
     eps: float
     dtype: torch.dtype
-    """of products"""
+    """Dtype of products of matrices."""
 
     @property
     def widths(self) -> list[int]:
-        """of u, v, q, k"""
+        """Widths of u, v, q, k."""
         return [self.num_heads * dim for dim in (self.dim_v, self.dim_v, self.dim_qk, self.dim_qk)]
 
-    def split(self, of_all: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u [num_tokens, heads * dim_v]; v, q, k [num_tokens, heads, dim]"""
-        u, v, q, k = of_all.split(self.widths, dim=1)
+    def split(self, uvqk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns u [num_tokens, heads * dim_v] and v, q, k [num_tokens, heads, dim]."""
+        u, v, q, k = uvqk.split(self.widths, dim=1)
         return u, *(x.unflatten(1, (self.num_heads, -1)) for x in (v, q, k))
 
 
@@ -49,7 +51,7 @@ def hstu_layer_kernel(
     tiles: Tiles,
     shape: LayerShape,
 ) -> Tensor:
-    """[num_tokens, dim] of the dtype of x"""
+    """Returns [num_tokens, dim] in the dtype of x."""
     out: Tensor = _Layer.apply(x, w_uvqk, w_pos, w_ts, w_out, b_out, tiles, shape)  # type: ignore[no-untyped-call]
     return out
 
@@ -71,8 +73,8 @@ class _Layer(torch.autograd.Function):
         w_in, w_back = w_uvqk.to(shape.dtype), w_out.to(shape.dtype)
         normed, first = norm(x, shape.dtype, shape.eps)
         z = normed @ w_in
-        of_all = F.silu(z)
-        u, v, q, k = shape.split(of_all)
+        uvqk = F.silu(z)
+        u, v, q, k = shape.split(uvqk)
         attention = Attention(q, k, v, w_pos, w_ts, tiles, three=False)
         attended = attention.forward().flatten(1)
         y, second = norm(attended, shape.dtype, shape.eps, u)
@@ -83,7 +85,7 @@ class _Layer(torch.autograd.Function):
             x,
             normed,
             z,
-            of_all,
+            uvqk,
             attended,
             y,
             kept,
@@ -100,23 +102,23 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, normed, z, of_all, attended, y, kept, w_in, w_back, w_pos, w_ts, *norms = ctx.saved_tensors
+        x, normed, z, uvqk, attended, y, kept, w_in, w_back, w_pos, w_ts, *norms = ctx.saved_tensors
         shape: LayerShape = ctx.shape
         first, second = Norm(*norms[:2]), Norm(*norms[2:])
         gradient = gradient.contiguous()
-        of_out = gradient.to(shape.dtype)
-        d_w_out, d_b_out = of_out.t() @ y, gradient.sum(0)
-        d_y = of_out @ w_back
+        d_out = gradient.to(shape.dtype)
+        d_w_out, d_b_out = d_out.t() @ y, gradient.sum(0)
+        d_y = d_out @ w_back
         if kept is not None:
             d_y = torch.ops.aten.native_dropout_backward(d_y, kept, 1 / (1 - shape.dropout))
-        d_all = torch.empty_like(of_all)
-        (u, v, q, k), (d_u, d_v, d_q, d_k) = shape.split(of_all), shape.split(d_all)
+        d_uvqk = torch.empty_like(uvqk)
+        (u, v, q, k), (d_u, d_v, d_q, d_k) = shape.split(uvqk), shape.split(d_uvqk)
         d_attended = norm_backward(d_y, attended, second, gate=u, d_gate=d_u).view(v.shape)
         attention = Attention(q, k, v, w_pos, w_ts, ctx.tiles, three=False, is_padded=True)
-        attention.of_queries(d_attended, d_q)
-        attention.of_keys(d_attended, d_k, d_v)
-        d_pos, d_ts = attention.of_weights(d_attended)
-        d_z = torch.ops.aten.silu_backward(d_all, z)
+        attention.query_gradients(d_attended, d_q)
+        attention.key_gradients(d_attended, d_k, d_v)
+        d_pos, d_ts = attention.weight_gradients(d_attended)
+        d_z = torch.ops.aten.silu_backward(d_uvqk, z)
         d_w_in = normed.t() @ d_z
         d_x = norm_backward(d_z @ w_in.t(), x, first, added=gradient)
         return d_x, d_w_in.to(x.dtype), d_pos, d_ts, d_w_out.to(x.dtype), d_b_out, None, None

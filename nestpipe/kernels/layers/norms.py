@@ -1,6 +1,6 @@
-"""Rows brought to mean 0 and variance 1, each multiplied by a gate if there is one; and the way back.
+"""Layer norm without parameters, with an optional gate, and its backward.
 
-In float32, whatever goes in and comes out. A row's bits do not depend on the others.
+Computations are in float32 for all dtypes of inputs and outputs. A row's bits do not depend on other rows.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 from nestpipe.kernels.dispatch import runs_triton
 
 WIDEST = 8192
-"""elements of a row: a program has all of them at once"""
+"""Largest number of elements of a row: a program holds a whole row."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """What was done to rows x, as the way back needs it."""
+    """Means and scales of the rows, which backward needs."""
 
     means: Tensor
     scales: Tensor
@@ -27,34 +27,34 @@ class Norm:
 
 
 def norm(x: Tensor, dtype: torch.dtype, eps: float, gate: Tensor | None = None) -> tuple[Tensor, Norm]:
-    """[n, width] of `dtype`: gate * (x - mean) / sqrt(variance + eps)"""
+    """Returns gate * (x - mean) / sqrt(variance + eps), [n, width] in `dtype`, and what backward needs."""
     _check(x, gate)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    done = Norm(*(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2)))
+    saved = Norm(*(torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2)))
     if len(x) == 0:
-        return out, done
+        return out, saved
     if runs_triton(x):
         from nestpipe.kernels.layers import triton_norms
 
-        triton_norms.norm(x, gate, out, *done.tensors, eps)
-        return out, done
+        triton_norms.norm(x, gate, out, *saved.tensors, eps)
+        return out, saved
     variance, mean = torch.var_mean(x.float(), dim=1, correction=0)
-    done.means.copy_(mean)
-    torch.rsqrt(variance + eps, out=done.scales)
-    normed = _normed(x, done)
+    saved.means.copy_(mean)
+    torch.rsqrt(variance + eps, out=saved.scales)
+    normed = _normed(x, saved)
     out.copy_(normed if gate is None else normed * gate.float())
-    return out, done
+    return out, saved
 
 
 def norm_backward(
     d_out: Tensor,
     x: Tensor,
-    done: Norm,
+    saved: Norm,
     added: Tensor | None = None,
     gate: Tensor | None = None,
     d_gate: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x, of its dtype, with `added` on top of it; that of the gate goes into d_gate."""
+    """Returns the gradient of x plus `added`, in the dtype of x. Writes the gradient of the gate to d_gate."""
     _check(x, gate)
     if added is not None and (added.shape != x.shape or not added.is_contiguous()):
         raise ValueError(f"added has shape {list(added.shape)}, must be contiguous and {list(x.shape)}")
@@ -64,19 +64,19 @@ def norm_backward(
     if runs_triton(x):
         from nestpipe.kernels.layers import triton_norms
 
-        triton_norms.norm_backward(d_out, x, gate, *done.tensors, added, d_x, d_gate)
+        triton_norms.norm_backward(d_out, x, gate, *saved.tensors, added, d_x, d_gate)
         return d_x
-    normed, slope = _normed(x, done), d_out.float()
+    normed, slope = _normed(x, saved), d_out.float()
     if gate is not None and d_gate is not None:
         d_gate.copy_(slope * normed)
         slope = slope * gate.float()
     along = slope.mean(1, keepdim=True) + normed * (slope * normed).mean(1, keepdim=True)
-    result = done.scales[:, None] * (slope - along)
+    result = saved.scales[:, None] * (slope - along)
     return d_x.copy_(result if added is None else result + added)
 
 
-def _normed(x: Tensor, done: Norm) -> Tensor:
-    return (x.float() - done.means[:, None]) * done.scales[:, None]
+def _normed(x: Tensor, saved: Norm) -> Tensor:
+    return (x.float() - saved.means[:, None]) * saved.scales[:, None]
 
 
 def _check(x: Tensor, gate: Tensor | None) -> None:
@@ -84,7 +84,7 @@ def _check(x: Tensor, gate: Tensor | None) -> None:
         if array is not None and (array.shape != x.shape or array.stride(1) != 1):
             raise ValueError(
                 f"{name} has shape {list(array.shape)} and strides {list(array.stride())}, must have {list(x.shape)} "
-                "and the elements of a row side by side"
+                "and the elements of a row side by side; take its contiguous()"
             )
     if x.shape[1] > WIDEST:
         raise ValueError(f"rows have {x.shape[1]} elements, at most {WIDEST} can be normed at once")

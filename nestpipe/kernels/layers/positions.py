@@ -1,4 +1,4 @@
-"""The input layer of models of histories on a device: each token's value, scaled, and the row of its place.
+"""The input layer of models of histories by kernels: each token's scaled value plus the row of its place.
 
 Sums are in float32 and in the order of samples.
 """
@@ -14,7 +14,7 @@ from nestpipe.kernels.layers import triton_positions
 
 
 def add_positions_kernel(values: Tensor, positions: Tensor, tiles: Tiles, scale: float) -> Tensor:
-    """[num_tokens, dim]: scale * values[i] + positions[place of token i in its sample], all float32."""
+    """Returns [num_tokens, dim]: scale * values[i] + positions[place of token i in its sample], all in float32."""
     if values.dtype != torch.float32 or positions.dtype != torch.float32:
         raise ValueError(f"values are {values.dtype} and positions {positions.dtype}; both must be float32")
     if len(values) != tiles.num_tokens or len(positions) < tiles.max_length:

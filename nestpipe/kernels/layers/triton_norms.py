@@ -1,4 +1,4 @@
-"""Kernels that bring rows to mean 0 and variance 1, and their way back; a program for a few whole rows."""
+"""Kernels of layer norm and its backward. A program works on a few whole rows."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 from nestpipe.kernels.launch import launch
 
 _SIZE = 2048
-"""elements of a tile"""
+"""Elements of a tile."""
 _NUM_WARPS = 4
 
 
@@ -23,20 +23,9 @@ def store_rows(array, rows, stride, columns, inside, values):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
-    x,
-    gate,
-    out,
-    means,
-    scales,
-    num_rows,
-    x_stride,
-    gate_stride,
-    out_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, gate, out, means, scales, num_rows, x_stride, gate_stride, out_stride, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -54,23 +43,9 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_backward_kernel(
-    d_out,
-    x,
-    gate,
-    means,
-    scales,
-    added,
-    d_x,
-    d_gate,
-    num_rows,
-    d_out_stride,
-    x_stride,
-    gate_stride,
-    d_gate_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    d_out, x, gate, means, scales, added, d_x, d_gate, num_rows, d_out_stride, x_stride, gate_stride, d_gate_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -105,10 +80,11 @@ def norm_backward(
     d_x: Tensor,
     d_gate: Tensor | None,
 ) -> None:
-    of_gate = (0, 0) if gate is None or d_gate is None else (gate.stride(0), d_gate.stride(0))
+    gate_strides = (0, 0) if gate is None or d_gate is None else (gate.stride(0), d_gate.stride(0))
     arrays = d_out, x, gate, means, scales, added, d_x, d_gate
+    strides = d_out.stride(0), x.stride(0), *gate_strides
     num_programs, constants = _tiles(*x.shape)
-    launch(norm_backward_kernel, num_programs, *arrays, len(x), d_out.stride(0), x.stride(0), *of_gate, **constants)
+    launch(norm_backward_kernel, num_programs, *arrays, len(x), *strides, **constants)
 
 
 def _tiles(num_rows: int, width: int) -> tuple[int, dict[str, int]]:

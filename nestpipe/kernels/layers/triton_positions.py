@@ -1,34 +1,28 @@
-"""Kernels that add to each token the row of its place in its sample, and their way back."""
+"""Kernels that add to each token the row of its place in its sample, and their backward."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.attention.parts import FIELDS, load_block
 from nestpipe.kernels.attention.tiles import Tiles
+from nestpipe.kernels.attention.triton_blocks import FIELDS, load_block
 from nestpipe.kernels.launch import launch
 
 _COLUMNS = 128
 _PLACES = 16
-"""whose gradients a program adds up, so that there are enough programs"""
+"""Places whose gradients one program sums: few, so that there are enough programs."""
 
 
 @triton.jit
 def add_kernel(
-    out,
-    values,
-    positions,
-    blocks,
-    scale,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A program for each block of tokens and COLUMNS columns."""
-    tiles_of_a_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    number, first, length, _ = load_block(blocks, tl.program_id(0) // tiles_of_a_row)
+    out, values, positions, blocks, scale,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds positions to one block of tokens, COLUMNS columns of it."""
+    tiles_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    number, first, length, _ = load_block(blocks, tl.program_id(0) // tiles_per_row)
     places = number * SIZE + tl.arange(0, SIZE)
-    columns = tl.program_id(0) % tiles_of_a_row * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(0) % tiles_per_row * COLUMNS + tl.arange(0, COLUMNS)
     inside = (places < length)[:, None] & (columns < WIDTH)[None, :]
     at = (first + places)[:, None] * WIDTH + columns[None, :]
     row = tl.load(positions + places[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
@@ -37,20 +31,14 @@ def add_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def sum_kernel(
-    d_positions,
-    gradient,
-    blocks,
-    num_blocks,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A program for PLACES places and COLUMNS columns: all samples that have them, in order."""
-    tiles_of_a_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    first_place = tl.program_id(0) // tiles_of_a_row * PLACES
+    d_positions, gradient, blocks, num_blocks,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums the gradients of PLACES places, COLUMNS columns of them, over all samples in order."""
+    tiles_per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    first_place = tl.program_id(0) // tiles_per_row * PLACES
     places = first_place + tl.arange(0, PLACES)
-    columns = tl.program_id(0) % tiles_of_a_row * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(0) % tiles_per_row * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((PLACES, COLUMNS), dtype=tl.float32)
     for block in range(num_blocks):
         fields = blocks + block * FIELDS
@@ -70,7 +58,7 @@ def add(out: Tensor, values: Tensor, positions: Tensor, tiles: Tiles, scale: flo
 
 
 def sum_by_place(d_positions: Tensor, gradient: Tensor, tiles: Tiles) -> None:
-    """Writes as many rows as there are places in whole blocks, which must exist."""
+    """Writes a row of d_positions for each place of most_blocks whole blocks."""
     width = gradient.shape[1]
     num_programs = tiles.most_blocks * (tiles.size // _PLACES) * -(-width // _COLUMNS)
     constants = {"WIDTH": width, "SIZE": tiles.size, "PLACES": _PLACES, "COLUMNS": _COLUMNS}

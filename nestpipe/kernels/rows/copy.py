@@ -1,4 +1,4 @@
-"""Rows copied from places to places, and added to rows."""
+"""Copies and additions of rows by index."""
 
 import math
 
@@ -11,14 +11,15 @@ from nestpipe.kernels.rows import reference
 
 
 def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
-    """target[to_places[i]] = source[from_places[i]]. None: row i; where both are None, all rows of source.
+    """Copies source[from_places[i]] to target[to_places[i]].
 
-    The arrays do not overlap, to_places are distinct. Each array, and places, may be in device memory or in pinned host
-    memory, which the device then reads or writes over its link; with one in device memory at least.
+    Places that are None stand for row i; if both are None, all rows of source are copied. The arrays do not overlap,
+    and to_places are distinct. Arrays and places may be in device memory or in pinned host memory, which the device
+    reads or writes over its link; at least one of them is in device memory.
     """
     num_rows = len(next((p for p in (to_places, from_places) if p is not None), source))
     check_rows({"source": source, "target": target})
-    if to_places is None:  # places of a message are in units finer than a row, and its rows do not overlap
+    if to_places is None:  # with places, target may be a message in units smaller than a row
         check_written("target", target)
     check_shape("target", target, len(target), source.shape[1])
     check_numbers("from_places", from_places, num_rows)
@@ -46,10 +47,10 @@ def add_rows(
     limit: float = math.inf,
     exceeds: Tensor | None = None,
 ) -> None:
-    """target[places[i]] += source[i]. The places are distinct; None: row i.
+    """Adds source[i] to target[places[i]]. The places are distinct; None stands for row i.
 
-    is_first: [n] bool, which of the rows are the first for their places, so that what is there does not count; None: no
-    one is. exceeds: one int32, which becomes 1 if a sum is not a number or larger in magnitude than `limit`.
+    is_first: [n] bool, rows that replace the row at their place instead of being added to it; None if there are none.
+    exceeds: one int32, which becomes 1 if a sum is NaN or larger in magnitude than `limit`.
     """
     check_rows({"target": target, "source": source})
     check_written("target", target)

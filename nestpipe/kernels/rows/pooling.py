@@ -1,7 +1,7 @@
-"""Rows placed at the occurrences of their keys, and their gradients on the way back, on a device.
+"""Pooling of rows by sample on a device, and its backward; nestpipe/embedding/pooling.py does it in host memory.
 
-As nestpipe/embedding/pooling.py does in host memory. There a backward goes through the samples and adds to rows; here,
-where many programs work at once, it goes through the rows, whose occurrences come with the batch.
+In host memory the backward goes through the samples and adds to rows. On a device many programs work at once, so it
+goes through the rows, whose occurrences come with the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from nestpipe.kernels.rows.segments import Segments, by_row, check_index, make_s
 
 @dataclass(frozen=True)
 class DeviceOccurrences:
-    """Which rows of a leaf each sample has, and which samples have each row."""
+    """The rows of each sample, and the samples of each row."""
 
     samples: Segments
     rows: Segments | None
-    """None: the leaf is not trained"""
+    """Samples of each row; None if the rows are not trained."""
     weights: Tensor | None = None
-    """[n] of the rows' dtype, in the order of `samples`"""
+    """Weights [n] of the occurrences, in the rows' dtype and in the order of `samples`; None if all are 1."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "DeviceOccurrences":
         rows = None if self.rows is None else self.rows.map(function)
@@ -37,8 +37,8 @@ class DeviceOccurrences:
 def make_occurrences(
     index: Tensor, offsets: Tensor | None, weights: Tensor | None, num_rows: int, is_trained: bool = True
 ) -> DeviceOccurrences:
-    """From arrays in host memory, as those of nestpipe.embedding.pooling.Occurrences."""
-    if not is_trained:  # or by_row checks it
+    """Makes occurrences from arrays in host memory, which nestpipe.embedding.pooling.Occurrences describes."""
+    if not is_trained:  # otherwise by_row checks it
         check_index(index, num_rows)
     if weights is not None and weights.shape != index.shape:
         raise ValueError(f"there are {list(weights.shape)} weights for {list(index.shape)} occurrences")
@@ -47,25 +47,29 @@ def make_occurrences(
     return DeviceOccurrences(samples, rows, weights)
 
 
-def pool(features: Sequence[DeviceOccurrences], leaves: Sequence[Tensor]) -> Tensor:
-    """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side."""
-    if len({leaf.dtype for leaf in leaves}) != 1:
+def pool(features: Sequence[DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
+    """Returns [num_samples, sum of dims]: for each sample the sum of its rows, one feature after the other."""
+    if len({rows.dtype for rows in row_arrays}) != 1:
         raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
-    for of, leaf in zip(features, leaves, strict=True):
-        if leaf.requires_grad and (of.rows is None or of.rows.num_segments != len(leaf)):
-            raise ValueError(f"a leaf of {len(leaf)} rows is trained, but its occurrences were not made for that")
-    pooled: Tensor = _Pool.apply(features, *leaves)  # type: ignore[no-untyped-call]
+    for occurrences, rows in zip(features, row_arrays, strict=True):
+        is_made = occurrences.rows is not None and occurrences.rows.num_segments == len(rows)
+        if rows.requires_grad and not is_made:
+            raise ValueError(
+                f"an array of {len(rows)} rows is trained, but its occurrences were not made for that; make them with "
+                "is_trained=True"
+            )
+    pooled: Tensor = _Pool.apply(features, *row_arrays)  # type: ignore[no-untyped-call]
     return pooled
 
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Sequence[DeviceOccurrences], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, features: Sequence[DeviceOccurrences], *row_arrays: Tensor) -> Tensor:
         ctx.features = features
-        ctx.dims = [leaf.shape[1] for leaf in leaves]
-        out = leaves[0].new_empty(features[0].samples.num_segments, sum(ctx.dims))
-        for of, leaf, columns in zip(features, leaves, out.split(ctx.dims, dim=1), strict=True):
-            sum_segments(leaf, of.samples, of.weights, columns)
+        ctx.dims = [rows.shape[1] for rows in row_arrays]
+        out = row_arrays[0].new_empty(features[0].samples.num_segments, sum(ctx.dims))
+        for occurrences, rows, columns in zip(features, row_arrays, out.split(ctx.dims, dim=1), strict=True):
+            sum_segments(rows, occurrences.samples, occurrences.weights, columns)
         return out
 
     @staticmethod
@@ -74,13 +78,13 @@ class _Pool(torch.autograd.Function):
         if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         row_gradients: list[Tensor | None] = [None]
-        for of, columns, is_trained in zip(
+        for occurrences, columns, is_trained in zip(
             ctx.features, gradient.split(ctx.dims, dim=1), ctx.needs_input_grad[1:], strict=True
         ):
             if not is_trained:
                 row_gradients.append(None)
                 continue
-            of_rows = gradient.new_empty(of.rows.num_segments, columns.shape[1])
-            sum_segments(columns, of.rows, of.weights, of_rows)
-            row_gradients.append(of_rows)
+            d_rows = gradient.new_empty(occurrences.rows.num_segments, columns.shape[1])
+            sum_segments(columns, occurrences.rows, occurrences.weights, d_rows)
+            row_gradients.append(d_rows)
         return tuple(row_gradients)

@@ -1,14 +1,14 @@
-"""The same operations in plain torch, with the same order of every sum: the kernels' oracle.
+"""The operations in plain torch, with the same order of every sum: the kernels' oracle.
 
-It is what runs on an accelerator without Triton. Products and sums are operations of their own, as in the kernels, so
-that nothing is fused and the bits are the same; but for torch's square root, which on a CPU may be off in the last one.
+They run on an accelerator without Triton. Products and sums are separate operations, as in the kernels, so that nothing
+is fused and the bits are the same. Only torch's square root may differ in the last bit on a CPU.
 """
 
 import torch
 from torch import Tensor
 
 LANES = 1024
-"""columns of a row whose squares are added up side by side, before their sums are"""
+"""Columns of a row whose squares are summed separately, before their sums are."""
 
 
 def copy_rows(source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
@@ -50,7 +50,10 @@ def sum_runs(
     num_runs: int,
     longest: int | None,
 ) -> None:
-    """All runs side by side, entry after entry. Longer runs than `longest` are left out."""
+    """Writes to out[to_places[r]] the sum of run r, entries bounds[0][r] .. bounds[1][r] - 1, one after another.
+
+    All runs advance together. Runs longer than `longest` are left out.
+    """
     runs = torch.arange(num_runs, device=values.device)
     first, lengths = (runs, torch.ones_like(runs)) if bounds is None else (bounds[0], bounds[1] - bounds[0])
     if longest is not None:
@@ -58,10 +61,10 @@ def sum_runs(
         first, lengths = first[runs], lengths[runs]
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
     totals = values.new_zeros(len(runs), values.shape[1])
-    going_on = torch.arange(len(runs), device=values.device)
+    unfinished = torch.arange(len(runs), device=values.device)
     i = 0
-    while len(going_on := going_on[lengths[going_on] > i]) > 0:
-        totals[going_on] += _entries(padded, order, weights, weight_places, first[going_on] + i)
+    while len(unfinished := unfinished[lengths[unfinished] > i]) > 0:
+        totals[unfinished] += _entries(padded, order, weights, weight_places, first[unfinished] + i)
         i += 1
     out.index_copy_(0, runs if to_places is None else to_places[runs], totals)
 
@@ -91,7 +94,7 @@ def rowwise_adagrad(
     rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float
 ) -> None:
     squares = sum_of_squares(gradient)
-    # Divided by a number, torch would multiply by its inverse on some devices.
+    # If the divisor were a number, torch would multiply by its inverse on some devices.
     sums = state + squares / torch.full_like(squares, rows.shape[1])
     change = _rounded(lr, rows) * gradient / _divisor(sums, eps)
     _assign(rows, rows - change, is_masked)
@@ -99,7 +102,7 @@ def rowwise_adagrad(
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """[n, 1]: over every LANES-th column, then over neighbours, over sums of neighbours, and so on."""
+    """Returns [n, 1]: sums over every LANES-th column, then of neighbours, then of sums of neighbours, and so on."""
     width = gradient.shape[1]
     lanes = min(1 << (width - 1).bit_length(), LANES)
     sums = gradient.new_zeros(len(gradient), lanes)
@@ -121,7 +124,7 @@ def adam(
     eps: float,
 ) -> None:
     first, second = state.split(rows.shape[1], dim=1)
-    # In float32, 1 - beta would cancel.
+    # 1 - beta would lose digits in float32.
     add1, add2 = _rounded(1 - beta1, rows), _rounded(1 - beta2, rows)
     new_first = _rounded(beta1, rows) * first + add1 * gradient
     new_second = _rounded(beta2, rows) * second + add2 * (gradient * gradient)
@@ -138,7 +141,7 @@ def _divisor(sums: Tensor, eps: float) -> Tensor:
 
 
 def _rounded(number: float, array: Tensor) -> float:
-    """To the array's dtype, as the kernels and the native library do before they compute with it."""
+    """Rounds a number to the array's dtype, as the kernels and the native library do before they use it."""
     return torch.tensor(number, dtype=array.dtype).item()
 
 

@@ -1,9 +1,9 @@
-"""Sums over segments of entries, in a fixed order, whatever the device does at the same time.
+"""Sums over segments of entries, in a fixed order.
 
-An entry names a row of `values`, and may have a weight; a segment is a stretch of entries. They are added up one after
-another, PIECE entries at a time; then the sums of these pieces, one after another. So a segment of many pieces, say the
-gradients of a hot key, is the work of many programs, next to millions of short segments. Which segments are long must
-be known when the kernels are launched, without asking the device: it is found out on the host, where offsets are made.
+An entry names a row of `values` and may have a weight. A segment is a run of consecutive entries. Entries are summed
+one after another, PIECE entries at a time; then the sums of these pieces are, one after another. So many programs share
+the work on a segment of many pieces, such as the gradients of a hot key, next to millions of short segments. The launch
+must know which segments are long without waiting for the device, so the host finds them when it makes the offsets.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from nestpipe.kernels.dispatch import runs_triton
 from nestpipe.store import group_by_row
 
 PIECE = 128
-"""entries that are added up one after another"""
+"""Entries that are summed one after another."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Pieces:
     """The pieces of those segments that have several."""
 
     starts: Tensor
-    """[num_pieces] first entry of each"""
+    """First entry of each piece, [num_pieces]."""
     ends: Tensor
     segments: Tensor
-    """[num_long] which segments they are of"""
+    """Segments that have several pieces, [num_long]."""
     offsets: Tensor
-    """[num_long + 1]: long segment i has pieces offsets[i]:offsets[i + 1]"""
+    """Long segment i has pieces offsets[i]:offsets[i + 1]; [num_long + 1]."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Pieces":
         return Pieces(*(function(array) for array in (self.starts, self.ends, self.segments, self.offsets)))
@@ -38,15 +38,17 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Segments:
+    """Segments of entries, each of which is a row of `values`."""
+
     num_segments: int
     order: Tensor | None = None
-    """[n] the row of `values` of each entry; len(values) stands for padding, no row. None: entry j has row j"""
+    """Row of each entry, [n]; len(values) stands for padding, which is no row. None if entry j has row j."""
     offsets: Tensor | None = None
-    """[num_segments + 1]: segment s has entries offsets[s]:offsets[s + 1]. None: entry s only"""
+    """Segment s has entries offsets[s]:offsets[s + 1]; [num_segments + 1]. None if segment s has entry s only."""
     weight_places: Tensor | None = None
-    """[n] where the weight of each entry is. None: entry j has weight j"""
+    """Place of each entry's weight, [n]. None if entry j has weight j."""
     pieces: Pieces | None = None
-    """None: no segment has more than one"""
+    """Pieces of long segments; None if no segment has more than one piece."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Segments":
         arrays = self.order, self.offsets, self.weight_places
@@ -59,7 +61,7 @@ class Segments:
 
 
 def make_segments(order: Tensor | None, offsets: Tensor, weight_places: Tensor | None = None) -> Segments:
-    """From arrays in host memory."""
+    """Makes segments from arrays in host memory."""
     check_numbers("offsets", offsets, len(offsets))
     if order is not None:
         check_numbers("order", order, int(offsets[-1]))
@@ -67,7 +69,7 @@ def make_segments(order: Tensor | None, offsets: Tensor, weight_places: Tensor |
 
 
 def one_each(order: Tensor) -> Segments:
-    """Segments of one entry each: a gather."""
+    """Returns segments of one entry each, whose sums are a gather."""
     return Segments(len(order), order)
 
 
@@ -78,16 +80,16 @@ def _pieces(offsets: Tensor) -> Pieces | None:
     first, end = offsets[segments], offsets[segments + 1]
     counts = (end - first + PIECE - 1) // PIECE
     piece_offsets = _offsets(counts)
-    of = torch.repeat_interleave(counts)
-    starts = first[of] + PIECE * (torch.arange(len(of)) - piece_offsets[of])
-    return Pieces(starts, torch.minimum(starts + PIECE, end[of]), segments, piece_offsets)
+    owners = torch.repeat_interleave(counts)  # the long segment of each piece
+    starts = first[owners] + PIECE * (torch.arange(len(owners)) - piece_offsets[owners])
+    return Pieces(starts, torch.minimum(starts + PIECE, end[owners]), segments, piece_offsets)
 
 
 def by_row(index: Tensor, offsets: Tensor | None, num_rows: int, has_weights: bool = False) -> Segments:
-    """The way back: for each row the samples that have it, in the order of its occurrences. Padding is left out.
+    """Makes the segments of a backward: for each row its samples, in the order of occurrences, without padding.
 
-    From arrays in host memory: occurrence i is of row index[i], or of none where that is num_rows; offsets as in
-    Segments, of samples.
+    The arrays are in host memory. Occurrence i has row index[i], or is padding if that is num_rows. offsets are those
+    of the samples, as in Segments.
     """
     check_numbers("index", index, len(index))
     row_offsets, occurrences, samples = group_by_row(index, offsets, num_rows, with_occurrences=has_weights)
@@ -95,7 +97,7 @@ def by_row(index: Tensor, offsets: Tensor | None, num_rows: int, has_weights: bo
 
 
 def check_index(index: Tensor, num_rows: int) -> None:
-    """A device does not say what is out of range: it reads something else."""
+    """Checks that rows are in range: a device would read other memory without an error."""
     check_numbers("index", index, len(index))
     if len(index) > 0 and not (int(index.min()) >= 0 and int(index.max()) <= num_rows):
         raise ValueError(f"index has values outside 0 .. {num_rows}, the rows and, one beyond them, padding")
@@ -106,42 +108,27 @@ def _offsets(counts: Tensor) -> Tensor:
 
 
 def sum_segments(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor) -> None:
-    """out[s] = the sum over the entries of segment s of weight * row. A segment without entries gets zeros.
+    """Writes to out[s] the sum of weight * row over the entries of segment s, or zeros if it has no entries.
 
-    weights: [n] of the rows' dtype; None: all are 1. The order is the module's, and a sum starts from zero.
+    weights: [n] in the rows' dtype; None if all are 1. A sum starts from zero and runs in the order of the module.
     """
     _check(values, segments, weights, out)
     if segments.num_segments == 0:
         return
-    rows_of = values, segments.order, weights, segments.weight_places
-    bounds = None if segments.offsets is None else (segments.offsets[:-1], segments.offsets[1:])
-    pieces = segments.pieces
-    _sum_runs(*rows_of, bounds, out, None, segments.num_segments, None if pieces is None else PIECE)
-    if pieces is None:
-        return
-    sums = torch.empty(len(pieces.starts), values.shape[1], dtype=values.dtype, device=values.device)
-    _sum_runs(*rows_of, (pieces.starts, pieces.ends), sums, None, len(sums), None)
-    bounds = pieces.offsets[:-1], pieces.offsets[1:]
-    _sum_runs(sums, None, None, None, bounds, out, pieces.segments, len(pieces.segments), None)
-
-
-def _sum_runs(
-    values: Tensor,
-    order: Tensor | None,
-    weights: Tensor | None,
-    weight_places: Tensor | None,
-    bounds: tuple[Tensor, Tensor] | None,
-    out: Tensor,
-    to_places: Tensor | None,
-    num_runs: int,
-    longest: int | None,
-) -> None:
-    """out[to_places[r]] = the sum of run r, entries bounds[0][r] .. bounds[1][r] - 1, one after another."""
     if runs_triton(values):
         from nestpipe.kernels.rows.triton_segments import sum_runs
     else:
         from nestpipe.kernels.rows.reference import sum_runs
-    sum_runs(values, order, weights, weight_places, bounds, out, to_places, num_runs, longest)
+    entries = values, segments.order, weights, segments.weight_places
+    bounds = None if segments.offsets is None else (segments.offsets[:-1], segments.offsets[1:])
+    pieces = segments.pieces
+    sum_runs(*entries, bounds, out, None, segments.num_segments, None if pieces is None else PIECE)
+    if pieces is None:
+        return
+    sums = torch.empty(len(pieces.starts), values.shape[1], dtype=values.dtype, device=values.device)
+    sum_runs(*entries, (pieces.starts, pieces.ends), sums, None, len(sums), None)
+    bounds = pieces.offsets[:-1], pieces.offsets[1:]
+    sum_runs(sums, None, None, None, bounds, out, pieces.segments, len(pieces.segments), None)
 
 
 def _check(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor) -> None:

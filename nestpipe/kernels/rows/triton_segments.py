@@ -5,17 +5,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nestpipe.kernels.rows.triton_copy import places_of
-from nestpipe.kernels.triton_tiles import Tiles, elements, larger, launch, tile_of, vector
+from nestpipe.kernels.triton_tiles import RowTiles, elements, larger, launch, tile_of, vector
 
 _SIZE = 1024
-"""elements of a tile: few runs, since all wait for the longest"""
+"""Elements of a tile: few runs, since all wait for the longest."""
 _NUM_WARPS = 4
 _COUNTS = ["num_runs", "num_values", "value_stride", "out_stride"]
 
 
 @triton.jit
 def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
-    """First entry and length of each run; a length of -1: it does not exist, or is left out since it is too long."""
+    """Returns the first entry and the length of each run; length -1 if it does not exist or is longer than LONGEST."""
     exists = runs < num_runs
     if starts is None:
         first = runs
@@ -30,24 +30,11 @@ def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sum_kernel(
-    values,
-    order,
-    weights,
-    weight_places,
-    starts,
-    ends,
-    out,
-    to_places,
-    num_runs,
-    num_values,
-    value_stride,
+    values, order, weights, weight_places, starts, ends, out, to_places, num_runs, num_values, value_stride,
     out_stride,
-    LONGEST: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    LONGEST: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     runs, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_runs, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
     first, length = run_bounds(runs, starts, ends, num_runs, LONGEST)
     longest = tl.reduce(length, 0, larger)
@@ -55,7 +42,7 @@ def sum_kernel(
     at_once: tl.constexpr = 1 if starts is None else 4
     i = tl.full((), 0, tl.int64)
     while i < longest:
-        for _ in tl.static_range(at_once):  # their loads are under way together
+        for _ in tl.static_range(at_once):  # so that their loads are in flight together
             entries = first + i
             exists = i < length
             if order is None:
@@ -86,9 +73,9 @@ def sum_runs(
     num_runs: int,
     longest: int | None,
 ) -> None:
-    """Longer runs than `longest` are left out, and their rows of `out` as they are."""
+    """Sums runs as reference.sum_runs does. Rows of `out` of runs longer than `longest` stay as they are."""
     width = values.shape[1]
-    tiles, wide = Tiles(num_runs, width, _SIZE), vector(width, values, out)
+    tiles, wide = RowTiles(num_runs, width, _SIZE), vector(width, values, out)
     starts, ends = bounds if bounds is not None else (None, None)
     launch(
         sum_kernel,

@@ -1,7 +1,7 @@
-"""Kernels of the row optimizers: one pass over rows, row state and gradients, division and root rounded as IEEE says.
+"""Kernels of the row optimizers: one pass over rows, row state and gradients, with IEEE division and square root.
 
-Constants come as float64. What is computed from them alone (1 - beta) is float64 too; each is then rounded once to the
-rows' dtype, as in the native library.
+Constants are float64, and so is what is computed from them alone (1 - beta). Each is then rounded once to the rows'
+dtype, as in the native library.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestpipe.kernels.rows.reference import LANES
-from nestpipe.kernels.triton_tiles import Tiles, elements, launch, tile_of, vector
+from nestpipe.kernels.triton_tiles import RowTiles, elements, launch, tile_of, vector
 
 _SIZE = 2048
 _NUM_WARPS = 4
@@ -20,7 +20,7 @@ _COUNTS = ["num_rows", "row_stride", "state_stride", "gradient_stride"]
 
 @triton.jit
 def divide(a, b):
-    # Of float32, the operator would be off by up to 2 units in the last place.
+    # For float32 the operator would be off by up to 2 units in the last place.
     return tl.math.div_rn(a, b) if a.dtype == tl.float32 else a / b
 
 
@@ -43,53 +43,45 @@ def divisor(sums, eps):
 
 @triton.jit
 def if_applied(inside, is_masked):
-    """Nothing of a step that is masked."""
+    """Returns the elements to update: none in a masked step."""
     return inside if is_masked is None else inside & (tl.load(is_masked) == 0)
 
 
-@triton.jit(do_not_specialize=_COUNTS)
-def sgd_kernel(
-    rows,
-    gradient,
-    is_masked,
-    num_rows,
-    row_stride,
-    gradient_stride,
-    lr: tl.float64,
-    VECTOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
+@triton.jit
+def load_gradient(
+    rows, gradient, is_masked, num_rows, row_stride, gradient_stride,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Returns, for this program's tile, row numbers, columns, elements to update, pointers to rows, and gradients."""
     numbers, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = if_applied(inside, is_masked)
     at = elements(rows, numbers, row_stride, columns, VECTOR)
     g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
+    return numbers, columns, inside, at, g
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def sgd_kernel(
+    rows, gradient, is_masked, num_rows, row_stride, gradient_stride,
+    lr: tl.float64,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    _, _, inside, at, g = load_gradient(
+        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
+    )
     tl.store(at, tl.load(at, mask=inside) - rounded(lr, rows) * g, mask=inside)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def adagrad_kernel(
-    rows,
-    state,
-    gradient,
-    is_masked,
-    num_rows,
-    row_stride,
-    state_stride,
-    gradient_stride,
-    lr: tl.float64,
-    eps: tl.float64,
-    VECTOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    numbers, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
-    inside = if_applied(inside, is_masked)
-    at = elements(rows, numbers, row_stride, columns, VECTOR)
+    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    lr: tl.float64, eps: tl.float64,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    numbers, columns, inside, at, g = load_gradient(
+        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
+    )
     state_at = elements(state, numbers, state_stride, columns, VECTOR)
-    g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
     sums = tl.load(state_at, mask=inside) + g * g
     change = divide(rounded(lr, rows) * g, divisor(sums, rounded(eps, rows)))
     tl.store(at, tl.load(at, mask=inside) - change, mask=inside)
@@ -98,30 +90,16 @@ def adagrad_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def adam_kernel(
-    rows,
-    state,
-    gradient,
-    is_masked,
-    num_rows,
-    row_stride,
-    state_stride,
-    gradient_stride,
-    beta1: tl.float64,
-    beta2: tl.float64,
-    step_size: tl.float64,
-    eps: tl.float64,
-    VECTOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    numbers, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
-    inside = if_applied(inside, is_masked)
-    at = elements(rows, numbers, row_stride, columns, VECTOR)
+    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    beta1: tl.float64, beta2: tl.float64, step_size: tl.float64, eps: tl.float64,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    numbers, columns, inside, at, g = load_gradient(
+        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
+    )
     first_at = elements(state, numbers, state_stride, columns, VECTOR)
     second_at = first_at + WIDTH
-    g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
-    # In float32, 1 - beta would cancel.
+    # 1 - beta would lose digits in float32.
     add1, add2 = rounded(1.0 - beta1, rows), rounded(1.0 - beta2, rows)
     first = rounded(beta1, rows) * tl.load(first_at, mask=inside) + add1 * g
     second = rounded(beta2, rows) * tl.load(second_at, mask=inside) + add2 * (g * g)
@@ -133,7 +111,7 @@ def adam_kernel(
 
 @triton.jit
 def sum_of_neighbours(x, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
-    """[BLOCK_ROWS, 1]: neighbours, then sums of neighbours, and so on. tl.sum's order would follow from alignment."""
+    """Returns [BLOCK_ROWS, 1]: sums neighbours, then sums of neighbours. The order of tl.sum depends on alignment."""
     for level in tl.static_range(LEVELS):
         a, b = tl.split(tl.reshape(x, (BLOCK_ROWS, BLOCK_COLUMNS >> (level + 1), 2)))
         x = a + b
@@ -142,22 +120,11 @@ def sum_of_neighbours(x, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def rowwise_adagrad_kernel(
-    rows,
-    state,
-    gradient,
-    is_masked,
-    num_rows,
-    row_stride,
-    state_stride,
-    gradient_stride,
-    lr: tl.float64,
-    eps: tl.float64,
-    VECTOR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    lr: tl.float64, eps: tl.float64,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+):  # fmt: skip
     numbers = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = if_applied(numbers < num_rows, is_masked)[:, None]
     squares = tl.full((BLOCK_ROWS, BLOCK_COLUMNS), 0.0, rows.dtype.element_ty)
@@ -170,7 +137,7 @@ def rowwise_adagrad_kernel(
     mean = divide(sum_of_neighbours(squares, BLOCK_ROWS, BLOCK_COLUMNS, LEVELS), rounded(WIDTH, rows))
     state_at = state + numbers[:, None] * state_stride
     sums = tl.load(state_at, mask=exists) + mean
-    # Several threads have the same element of state: all must have read it before one writes it.
+    # Several threads hold the same element of state: all must have read it before one writes it.
     tl.debug_barrier()
     tl.store(state_at, sums, mask=exists)
     scale = divisor(sums, rounded(eps, rows))
@@ -178,20 +145,17 @@ def rowwise_adagrad_kernel(
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = exists & (columns < WIDTH)[None, :]
         at = elements(rows, numbers, row_stride, columns, VECTOR)
-        if WIDTH > BLOCK_COLUMNS:  # otherwise all of it is at hand
+        if WIDTH > BLOCK_COLUMNS:  # otherwise the whole row is loaded already
             g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside, other=0.0)
         tl.store(at, tl.load(at, mask=inside) - divide(rounded(lr, rows) * g, scale), mask=inside)
 
 
 def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> None:
-    tiles, wide = Tiles(len(rows), rows.shape[1], _SIZE), vector(rows.shape[1], rows, gradient)
-    strides = rows.stride(0) // wide, gradient.stride(0) // wide
-    constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
-    launch(sgd_kernel, len(tiles), rows, gradient, is_masked, len(rows), *strides, lr, **constants)
+    _launch_by_element(sgd_kernel, (rows, gradient), is_masked, lr)
 
 
 def adagrad(rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float) -> None:
-    _by_element(adagrad_kernel, rows, state, gradient, is_masked, lr, eps)
+    _launch_by_element(adagrad_kernel, (rows, state, gradient), is_masked, lr, eps)
 
 
 def adam(
@@ -204,37 +168,25 @@ def adam(
     step_size: float,
     eps: float,
 ) -> None:
-    _by_element(adam_kernel, rows, state, gradient, is_masked, beta1, beta2, step_size, eps)
+    _launch_by_element(adam_kernel, (rows, state, gradient), is_masked, beta1, beta2, step_size, eps)
 
 
-def _by_element(
-    kernel: Any, rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, *numbers: float
-) -> None:
-    arrays = rows, state, gradient
-    tiles, wide = Tiles(len(rows), rows.shape[1], _SIZE), vector(rows.shape[1], *arrays)
+def _launch_by_element(kernel: Any, arrays: tuple[Tensor, ...], is_masked: Tensor | None, *numbers: float) -> None:
+    """Launches a kernel that updates each element of rows, the first of the arrays, on its own."""
+    num_rows, width = arrays[0].shape
+    tiles, wide = RowTiles(num_rows, width, _SIZE), vector(width, *arrays)
     strides = [array.stride(0) // wide for array in arrays]
     constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
-    launch(kernel, len(tiles), *arrays, is_masked, len(rows), *strides, *numbers, **constants)
+    launch(kernel, len(tiles), *arrays, is_masked, num_rows, *strides, *numbers, **constants)
 
 
 def rowwise_adagrad(
     rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float
 ) -> None:
-    tiles = Tiles(len(rows), rows.shape[1], _SIZE, most_columns=LANES)
+    tiles = RowTiles(len(rows), rows.shape[1], _SIZE, most_columns=LANES)
     wide = vector(rows.shape[1], rows, gradient)
     strides = rows.stride(0) // wide, state.stride(0), gradient.stride(0) // wide
     constants = {"VECTOR": wide, **tiles.constants, "LEVELS": tiles.columns.bit_length() - 1, "num_warps": _NUM_WARPS}
     num_programs = -(-len(rows) // tiles.rows)
-    launch(
-        rowwise_adagrad_kernel,
-        num_programs,
-        rows,
-        state,
-        gradient,
-        is_masked,
-        len(rows),
-        *strides,
-        lr,
-        eps,
-        **constants,
-    )
+    arrays = rows, state, gradient, is_masked
+    launch(rowwise_adagrad_kernel, num_programs, *arrays, len(rows), *strides, lr, eps, **constants)

@@ -1,11 +1,13 @@
 """Row optimizers on rows in device memory, in place; the formulas are those of `nestpipe.optim`.
 
 rows [n, dim] and state are columns of one array of records; gradient is [n, dim]. is_masked is one bool or int32 in
-device memory: where it is true, the step does not count and nothing changes.
+device memory: if it is true, the step does not count and nothing changes.
 
-Where a divisor is zero (only possible with eps = 0, or one that is zero in the dtype), the element of the row does not
-change: a gradient of zero that meets a state of zero has no effect.
+Where a divisor is zero, which takes an eps that is zero in the dtype, the element of the row does not change: a
+gradient of zero with a state of zero has no effect.
 """
+
+from types import ModuleType
 
 from torch import Tensor
 
@@ -15,46 +17,28 @@ from nestpipe.kernels.rows import reference
 
 
 def sgd(rows: Tensor, state: Tensor, gradient: Tensor, lr: float, is_masked: Tensor | None = None) -> None:
-    """row -= lr * g. There is no state."""
+    """Updates row -= lr * g. There is no state."""
     _check(rows, state, 0, gradient, is_masked)
-    if len(rows) == 0:
-        return
-    if runs_triton(rows):
-        from nestpipe.kernels.rows import triton_updates
-
-        triton_updates.sgd(rows, gradient, is_masked, lr)
-    else:
-        reference.sgd(rows, gradient, is_masked, lr)
+    if len(rows) > 0:
+        _form(rows).sgd(rows, gradient, is_masked, lr)
 
 
 def adagrad(
     rows: Tensor, state: Tensor, gradient: Tensor, lr: float, eps: float, is_masked: Tensor | None = None
 ) -> None:
-    """state += g^2; row -= lr * g / (sqrt(state) + eps)."""
+    """Updates state += g^2, then row -= lr * g / (sqrt(state) + eps)."""
     _check(rows, state, rows.shape[1], gradient, is_masked)
-    if len(rows) == 0:
-        return
-    if runs_triton(rows):
-        from nestpipe.kernels.rows import triton_updates
-
-        triton_updates.adagrad(rows, state, gradient, is_masked, lr, eps)
-    else:
-        reference.adagrad(rows, state, gradient, is_masked, lr, eps)
+    if len(rows) > 0:
+        _form(rows).adagrad(rows, state, gradient, is_masked, lr, eps)
 
 
 def rowwise_adagrad(
     rows: Tensor, state: Tensor, gradient: Tensor, lr: float, eps: float, is_masked: Tensor | None = None
 ) -> None:
-    """state += mean(g^2) over the row, one column; row -= lr * g / (sqrt(state) + eps)."""
+    """Updates state += mean(g^2) over the row, one column, then row -= lr * g / (sqrt(state) + eps)."""
     _check(rows, state, 1, gradient, is_masked)
-    if len(rows) == 0:
-        return
-    if runs_triton(rows):
-        from nestpipe.kernels.rows import triton_updates
-
-        triton_updates.rowwise_adagrad(rows, state, gradient, is_masked, lr, eps)
-    else:
-        reference.rowwise_adagrad(rows, state, gradient, is_masked, lr, eps)
+    if len(rows) > 0:
+        _form(rows).rowwise_adagrad(rows, state, gradient, is_masked, lr, eps)
 
 
 def adam(
@@ -67,17 +51,19 @@ def adam(
     eps: float,
     is_masked: Tensor | None = None,
 ) -> None:
-    """state = (first, second moment); row -= step_size * first / (sqrt(second) + eps)."""
+    """Updates state = (first, second moment), then row -= step_size * first / (sqrt(second) + eps)."""
     _check(rows, state, 2 * rows.shape[1], gradient, is_masked)
-    if len(rows) == 0:
-        return
-    constants = beta1, beta2, step_size, eps
-    if runs_triton(rows):
-        from nestpipe.kernels.rows import triton_updates
+    if len(rows) > 0:
+        _form(rows).adam(rows, state, gradient, is_masked, beta1, beta2, step_size, eps)
 
-        triton_updates.adam(rows, state, gradient, is_masked, *constants)
-    else:
-        reference.adam(rows, state, gradient, is_masked, *constants)
+
+def _form(rows: Tensor) -> ModuleType:
+    """Returns the module that updates these rows."""
+    if not runs_triton(rows):
+        return reference
+    from nestpipe.kernels.rows import triton_updates
+
+    return triton_updates
 
 
 def _check(rows: Tensor, state: Tensor, state_width: int, gradient: Tensor, is_masked: Tensor | None) -> None:

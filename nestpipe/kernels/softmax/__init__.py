@@ -1,1 +1,1 @@
-"""Sampled softmax in Triton."""
+"""Sampled softmax in Triton and torch."""

@@ -1,9 +1,9 @@
-"""Sampled softmax on a device, with negatives of each sample: what nestpipe/ops/sampled_softmax.py defines.
+"""Sampled softmax on a device, for negatives of each sample; nestpipe/ops/sampled_softmax.py has the formula.
 
-It works on rows at their occurrences. Products of matrices are torch's, a block of tokens with the negatives of its
-sample at a time; kernels do the rest. Gradients are made on the way, one buffer for all, and backward scales them.
-Nothing is sorted and nothing added by atomics; but for the products of matrices, whose form torch chooses by their
-shapes, a token's bits are the same whatever else is in the launch.
+It works on rows at their occurrences. torch multiplies matrices, a block of tokens with the negatives of its sample at
+a time, and kernels do the rest. Forward computes all gradients into one array, and backward scales them. Nothing is
+sorted, and no atomic additions are used. Except for the products of matrices, whose algorithm torch chooses by shape, a
+token's bits do not depend on what else is in the launch.
 """
 
 from dataclasses import dataclass
@@ -17,27 +17,29 @@ from nestpipe.kernels.attention.tiles import Tiles
 
 SMALLEST_NORM = 1e-6
 GATHERED_ELEMENTS = 2**26
-"""elements of negatives, a set for each block of tokens, worked on at a time"""
+"""Elements of negatives, one set for each block of tokens, gathered at a time."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Work:
+    """The arrays and sizes of one sampled softmax."""
+
     values: tuple[Tensor, ...]
-    """outputs, and the rows at the occurrences of history, target and negatives; [n, dim] each"""
+    """Outputs, and the rows at the occurrences of history, target and negatives, [n, dim] each."""
     index: tuple[Tensor, ...]
-    """[n] which rows they are, of history, target and negatives"""
+    """Numbers of the rows of history, target and negatives, [n] each."""
     tiles: Tiles
     scale: float
-    """of logits: 1 / temperature"""
+    """Factor of logits, 1 / temperature."""
     num_negatives: int
-    """of a sample"""
+    """Number of negatives of a sample."""
     dim: int
     num_slots: int
     per_token: Tensor
-    """[4, num_slots], see triton_sampled_softmax.py"""
+    """Values of each slot, [4, num_slots]; triton_sampled_softmax.py lists them."""
     gradients: Tensor | None
-    """of all values, one below another; None: nothing is trained"""
+    """Gradients of all values, concatenated; None if nothing is trained."""
 
 
 def sampled_softmax_kernel(
@@ -46,8 +48,10 @@ def sampled_softmax_kernel(
     tiles: Tiles,
     temperature: float,
 ) -> Tensor:
-    """The sum over tokens. values: outputs, float32 or bfloat16, and in float32 the rows at the occurrences of history,
-    target and negatives; index: which rows they are. As many negatives for each sample, and those as `tiles` has them.
+    """Returns the loss, summed over tokens.
+
+    values: outputs, float32 or bfloat16, and in float32 the rows at the occurrences of history, target and negatives.
+    index: the numbers of these rows. Each sample of `tiles` has the same number of negatives.
     """
     outputs, *others = values
     if outputs.dtype not in OUTPUT_DTYPES or any(x.dtype != torch.float32 for x in others):
@@ -95,7 +99,7 @@ class _SampledSoftmax(torch.autograd.Function):
 
 
 def _launch(work: Work, first_unit: int, num_units: int) -> None:
-    """Of some units. bmm with `out` is not subject to autocast."""
+    """Computes the losses and gradients of some units."""
     from nestpipe.kernels.softmax.triton_sampled_softmax import gradients, place, softmax
 
     new = work.per_token.new_empty
@@ -103,7 +107,7 @@ def _launch(work: Work, first_unit: int, num_units: int) -> None:
     negatives = new(num_units, work.num_negatives, work.dim)
     place(work, first_unit, num_units, x, negatives)
     slopes = new(num_units, work.tiles.size, work.num_negatives)
-    torch.bmm(x, negatives.transpose(1, 2), out=slopes)
+    torch.bmm(x, negatives.transpose(1, 2), out=slopes)  # autocast does not apply to bmm with `out`
     softmax(work, first_unit, num_units, slopes)
     if work.gradients is not None:
         d_x = torch.bmm(slopes, negatives, out=torch.empty_like(x))

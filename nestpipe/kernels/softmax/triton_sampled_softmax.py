@@ -1,29 +1,28 @@
-"""Kernels of the sampled softmax: what lies before, between and behind its three products of matrices.
+"""Kernels of the sampled softmax: everything before, between and after its three products of matrices.
 
-A unit is a block of tokens (see Tiles in attention_tiles.py) with the negatives of its sample. `per_token` has for each
-slot of each unit the length of its output, the length of its positive's row, the positive's logit, which becomes its
-slope, and the loss. Lengths are at least SMALLEST_NORM. Slots that fill a unit up hold zeros, and cost nothing.
+A unit is a block of tokens (see nestpipe.kernels.attention.tiles) with the negatives of its sample. For each slot of
+each unit, `per_token` has the length of its output, the length of its positive's row, the positive's logit, which is
+later replaced by its slope, and the loss. Lengths are at least SMALLEST_NORM. Padding slots are zero and have no loss.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestpipe.kernels.attention.triton_blocks import FIELDS
 from nestpipe.kernels.softmax.sampled_softmax import Work
-from nestpipe.kernels.softmax.triton_unit_vectors import lengths_of, load_rows, over, store_rows, through_unit
-from nestpipe.kernels.triton_tiles import launch
+from nestpipe.kernels.softmax.triton_unit_vectors import divide, load_rows, norms, store_rows, unit_backward
+from nestpipe.kernels.triton_tiles import launch, power_of_two
 
 _SIZE = 2048
-"""elements of a tile: with more, gradients_kernel needs so many registers that few programs run side by side"""
+"""Elements of a tile: with more, gradients_kernel needs too many registers for several programs to run at once."""
 _NUM_WARPS = 4
 _COUNTS = ["first_unit", "num_units", "num_slots", "num_tokens", "num_samples"]
-FIELDS = tl.constexpr(5)
-"""columns of Tiles.blocks"""
 
 
 @triton.jit
 def load_unit(blocks, unit):
-    """Number in its sample; of that, the first token, the length, and number."""
+    """Returns the unit's number in its sample, and the sample's first token, length and number."""
     fields = blocks + unit * FIELDS
     number, first, length, sample = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
     return number.to(tl.int64), first.to(tl.int64), length.to(tl.int64), sample.to(tl.int64)
@@ -31,7 +30,7 @@ def load_unit(blocks, unit):
 
 @triton.jit
 def load_tokens(blocks, unit, tile, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile of a unit: the tokens and their sample, [ROWS]; which of them exist, and which is its sample's last."""
+    """Returns, for a tile of a unit, the tokens, their sample, which exist, and which are last in it, [ROWS] each."""
     number, first, length, sample = load_unit(blocks, unit)
     places = number * SIZE + tile * ROWS + tl.arange(0, ROWS)
     return first + places, tl.zeros_like(places) + sample, places < length, places == length - 1
@@ -39,9 +38,9 @@ def load_tokens(blocks, unit, tile, SIZE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def load_positives(history, target, tokens, samples, exists, is_last, DIM: tl.constexpr, PAD: tl.constexpr):
-    """The row of the item behind each token."""
-    behind = load_rows(history, tokens + 1, exists & (is_last == 0), DIM, PAD)
-    return tl.where(is_last[:, None], load_rows(target, samples, is_last, DIM, PAD), behind)
+    """Returns the row of the item after each token."""
+    following = load_rows(history, tokens + 1, exists & (is_last == 0), DIM, PAD)
+    return tl.where(is_last[:, None], load_rows(target, samples, is_last, DIM, PAD), following)
 
 
 @triton.jit
@@ -51,13 +50,13 @@ def place_tokens(
     tokens, samples, exists, is_last = load_tokens(blocks, first_unit + unit, tile, SIZE, ROWS)
     slots = unit * SIZE + tile * ROWS + tl.arange(0, ROWS)
     everywhere = slots >= 0
-    outputs_of = load_rows(outputs, tokens, exists, DIM, PAD)
-    lengths = lengths_of(outputs_of)
-    unit_outputs = over(outputs_of, lengths)
+    output_rows = load_rows(outputs, tokens, exists, DIM, PAD)
+    lengths = norms(output_rows)
+    unit_outputs = divide(output_rows, lengths)
     store_rows(x, slots, unit_outputs, everywhere, DIM, PAD)
     positives = load_positives(history, target, tokens, samples, exists, is_last, DIM, PAD)
-    positive_lengths = lengths_of(positives)
-    cosines = tl.sum(unit_outputs * over(positives, positive_lengths), axis=1)
+    positive_lengths = norms(positives)
+    cosines = tl.sum(unit_outputs * divide(positives, positive_lengths), axis=1)
     at = per_token + first_unit * SIZE + slots
     tl.store(at, lengths)
     tl.store(at + num_slots, positive_lengths)
@@ -65,37 +64,24 @@ def place_tokens(
 
 
 @triton.jit
-def place_negatives(negatives, of_units, blocks, unit, first_unit, tile, COUNT, DIM, PAD, ROWS):
+def place_negatives(negatives, unit_negatives, blocks, unit, first_unit, tile, COUNT, DIM, PAD, ROWS):
     _, _, _, sample = load_unit(blocks, first_unit + unit)
     numbers = tile * ROWS + tl.arange(0, ROWS)
     rows = load_rows(negatives, sample * COUNT + numbers, numbers < COUNT, DIM, PAD)
-    store_rows(of_units, unit * COUNT + numbers, over(rows, lengths_of(rows)), numbers < COUNT, DIM, PAD)
+    store_rows(unit_negatives, unit * COUNT + numbers, divide(rows, norms(rows)), numbers < COUNT, DIM, PAD)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def place_kernel(
-    outputs,
-    history,
-    target,
-    negatives,
-    x,
-    of_units,
-    per_token,
-    blocks,
-    first_unit,
-    num_slots,
+    outputs, history, target, negatives, x, unit_negatives, per_token, blocks, first_unit, num_slots,
     scale: tl.float64,
-    COUNT: tl.constexpr,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Unit vectors of outputs and of the negatives of each unit; the positives' logits."""
-    of_tokens: tl.constexpr = SIZE // ROWS
-    tiles: tl.constexpr = of_tokens + (COUNT + ROWS - 1) // ROWS
+    COUNT: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Stores unit vectors of outputs and of the negatives of each unit, and the positives' logits."""
+    token_tiles: tl.constexpr = SIZE // ROWS
+    tiles: tl.constexpr = token_tiles + (COUNT + ROWS - 1) // ROWS
     unit, tile = tl.program_id(0).to(tl.int64) // tiles, tl.program_id(0) % tiles
-    if tile < of_tokens:
+    if tile < token_tiles:
         place_tokens(
             outputs,
             history,
@@ -114,27 +100,16 @@ def place_kernel(
             ROWS,
         )
     else:
-        place_negatives(negatives, of_units, blocks, unit, first_unit, tile - of_tokens, COUNT, DIM, PAD, ROWS)
+        place_negatives(negatives, unit_negatives, blocks, unit, first_unit, tile - token_tiles, COUNT, DIM, PAD, ROWS)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def softmax_kernel(
-    products,
-    per_token,
-    history_index,
-    target_index,
-    negatives_index,
-    blocks,
-    first_unit,
-    num_slots,
+    products, per_token, history_index, target_index, negatives_index, blocks, first_unit, num_slots,
     scale: tl.float64,
-    COUNT: tl.constexpr,
-    PAD: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    IS_TRAINED: tl.constexpr,
-):
-    """Losses; in the place of products with negatives and of the positives' logits, the slopes."""
+    COUNT: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, IS_TRAINED: tl.constexpr,
+):  # fmt: skip
+    """Stores losses, and replaces the products with negatives and the positives' logits by their slopes."""
     tiles: tl.constexpr = SIZE // ROWS
     unit, tile = tl.program_id(0).to(tl.int64) // tiles, tl.program_id(0) % tiles
     tokens, samples, exists, is_last = load_tokens(blocks, first_unit + unit, tile, SIZE, ROWS)
@@ -148,63 +123,49 @@ def softmax_kernel(
     factor = tl.full((), scale, tl.float32)
     at = products + slots[:, None] * COUNT + columns[None, :]
     logits = tl.where(is_counted, tl.load(at, mask=inside, other=0.0) * factor, float("-inf"))
-    of_slots = per_token + first_unit * SIZE + slots
-    logit = tl.load(of_slots + 2 * num_slots)
+    slots_at = per_token + first_unit * SIZE + slots
+    logit = tl.load(slots_at + 2 * num_slots)
     largest = tl.maximum(tl.max(logits, axis=1), logit)
     weights = tl.exp(logits - largest[:, None])
     others = tl.sum(weights, axis=1)
     total = others + tl.exp(logit - largest)
-    tl.store(of_slots + 3 * num_slots, tl.where(exists, tl.log(total) + (largest - logit), 0.0))
+    tl.store(slots_at + 3 * num_slots, tl.where(exists, tl.log(total) + (largest - logit), 0.0))
     if IS_TRAINED:
         each = tl.where(exists, tl.math.div_rn(tl.zeros_like(total) + factor, total), 0.0)
         tl.store(at, weights * each[:, None], mask=(columns < COUNT)[None, :] & (slots >= 0)[:, None])
-        tl.store(of_slots + 2 * num_slots, -(others * each))
+        tl.store(slots_at + 2 * num_slots, -(others * each))
 
 
 @triton.jit
 def token_gradients(
-    history,
-    target,
-    x,
-    d_x,
-    per_token,
-    gradients,
-    blocks,
-    unit,
-    first_unit,
-    num_slots,
-    num_tokens,
-    tile,
-    DIM,
-    PAD,
-    SIZE,
-    ROWS,
-):
+    history, target, x, d_x, per_token, gradients, blocks, unit, first_unit, num_slots, num_tokens, tile, DIM, PAD,
+    SIZE, ROWS,
+):  # fmt: skip
     tokens, samples, exists, is_last = load_tokens(blocks, first_unit + unit, tile, SIZE, ROWS)
     slots = unit * SIZE + tile * ROWS + tl.arange(0, ROWS)
     at = per_token + first_unit * SIZE + slots
     lengths, positive_lengths, slopes = tl.load(at), tl.load(at + num_slots), tl.load(at + 2 * num_slots)
     unit_outputs = load_rows(x, slots, exists, DIM, PAD)
-    positives = over(load_positives(history, target, tokens, samples, exists, is_last, DIM, PAD), positive_lengths)
-    of_outputs = load_rows(d_x, slots, exists, DIM, PAD) + slopes[:, None] * positives
-    store_rows(gradients, tokens, through_unit(of_outputs, unit_outputs, lengths), exists, DIM, PAD)
-    of_positives = through_unit(slopes[:, None] * unit_outputs, positives, positive_lengths)
+    positives = divide(load_positives(history, target, tokens, samples, exists, is_last, DIM, PAD), positive_lengths)
+    d_outputs = load_rows(d_x, slots, exists, DIM, PAD) + slopes[:, None] * positives
+    store_rows(gradients, tokens, unit_backward(d_outputs, unit_outputs, lengths), exists, DIM, PAD)
+    d_positives = unit_backward(slopes[:, None] * unit_outputs, positives, positive_lengths)
     places = num_tokens + tl.where(is_last, num_tokens + samples, tokens + 1)
-    store_rows(gradients, places, of_positives, exists, DIM, PAD)
+    store_rows(gradients, places, d_positives, exists, DIM, PAD)
 
 
 @triton.jit
 def negative_gradients(
     negatives, d_negatives, gradients, blocks, unit, first_unit, num_units, first_row, tile, COUNT, DIM, PAD, SIZE, ROWS
 ):
-    """Of the units of a sample, by the program of the first of them, in order."""
+    """Sums the gradients of the units of a sample, in order, in the program of the first of them."""
     number, _, length, sample = load_unit(blocks, first_unit + unit)
     left = (length + SIZE - 1) // SIZE - number
     if (number == 0) | (unit == 0):
         numbers = tile * ROWS + tl.arange(0, ROWS)
         exists = numbers < COUNT
         rows = sample * COUNT + numbers
-        # Where a sample's units are not launched together, the sum goes on from what is there.
+        # If a sample's units are launched in several parts, the sum continues from what the last part stored.
         total = load_rows(gradients, first_row + rows, exists & (number > 0), DIM, PAD)
         end = unit + tl.minimum(left, num_units - unit)
         summed = unit
@@ -212,38 +173,22 @@ def negative_gradients(
             total += load_rows(d_negatives, summed * COUNT + numbers, exists, DIM, PAD)
             summed += 1
         values = load_rows(negatives, rows, exists, DIM, PAD)
-        lengths = lengths_of(values)
-        whole = through_unit(total, over(values, lengths), lengths)
+        lengths = norms(values)
+        whole = unit_backward(total, divide(values, lengths), lengths)
         store_rows(gradients, first_row + rows, tl.where(end - unit == left, whole, total), exists, DIM, PAD)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def gradients_kernel(
-    history,
-    target,
-    negatives,
-    x,
-    d_x,
-    d_negatives,
-    per_token,
-    gradients,
-    blocks,
-    first_unit,
-    num_units,
-    num_slots,
-    num_tokens,
-    num_samples,
-    COUNT: tl.constexpr,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Of outputs, history, target and negatives, one after another; from those of unit vectors."""
-    of_tokens: tl.constexpr = SIZE // ROWS
-    tiles: tl.constexpr = of_tokens + (COUNT + ROWS - 1) // ROWS
+    history, target, negatives, x, d_x, d_negatives, per_token, gradients, blocks, first_unit, num_units, num_slots,
+    num_tokens, num_samples,
+    COUNT: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Stores gradients of outputs, history, target and negatives, concatenated, from those of unit vectors."""
+    token_tiles: tl.constexpr = SIZE // ROWS
+    tiles: tl.constexpr = token_tiles + (COUNT + ROWS - 1) // ROWS
     unit, tile = tl.program_id(0).to(tl.int64) // tiles, tl.program_id(0) % tiles
-    if tile < of_tokens:
+    if tile < token_tiles:
         token_gradients(
             history,
             target,
@@ -272,7 +217,7 @@ def gradients_kernel(
             first_unit,
             num_units,
             2 * num_tokens + num_samples,
-            tile - of_tokens,
+            tile - token_tiles,
             COUNT,
             DIM,
             PAD,
@@ -281,14 +226,14 @@ def gradients_kernel(
         )
 
 
-def place(work: Work, first_unit: int, num_units: int, x: Tensor, of_units: Tensor) -> None:
+def place(work: Work, first_unit: int, num_units: int, x: Tensor, unit_negatives: Tensor) -> None:
     size, rows, per_sample = work.tiles.size, _rows(work.dim, work.tiles.size), work.num_negatives
     launch(
         place_kernel,
         num_units * _num_tiles(size, per_sample, rows),
         *work.values,
         x,
-        of_units,
+        unit_negatives,
         work.per_token,
         work.tiles.blocks,
         first_unit,
@@ -296,7 +241,7 @@ def place(work: Work, first_unit: int, num_units: int, x: Tensor, of_units: Tens
         work.scale,
         COUNT=per_sample,
         DIM=work.dim,
-        PAD=_power_of_two(work.dim),
+        PAD=power_of_two(work.dim),
         SIZE=size,
         ROWS=rows,
         num_warps=_NUM_WARPS,
@@ -317,7 +262,7 @@ def softmax(work: Work, first_unit: int, num_units: int, products: Tensor) -> No
         work.num_slots,
         work.scale,
         COUNT=per_sample,
-        PAD=_power_of_two(per_sample),
+        PAD=power_of_two(per_sample),
         SIZE=size,
         ROWS=rows,
         IS_TRAINED=work.gradients is not None,
@@ -347,7 +292,7 @@ def gradients(work: Work, first_unit: int, num_units: int, x: Tensor, d_x: Tenso
         len(target),
         COUNT=per_sample,
         DIM=work.dim,
-        PAD=_power_of_two(work.dim),
+        PAD=power_of_two(work.dim),
         SIZE=size,
         ROWS=rows,
         num_warps=_NUM_WARPS,
@@ -355,14 +300,10 @@ def gradients(work: Work, first_unit: int, num_units: int, x: Tensor, d_x: Tenso
 
 
 def _rows(width: int, size: int) -> int:
-    """Of a tile: by its width alone, so that bits do not depend on what else is in the launch."""
-    return min(size, max(1, _SIZE // _power_of_two(width)))
+    """Returns the rows of a tile, by its width alone, so that bits do not depend on what else is in the launch."""
+    return min(size, max(1, _SIZE // power_of_two(width)))
 
 
 def _num_tiles(size: int, per_sample: int, rows: int) -> int:
-    """Of a unit: those of its tokens, then those of its negatives."""
+    """Returns the number of tiles of a unit: those of its tokens, then those of its negatives."""
     return size // rows + -(-per_sample // rows)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()

@@ -1,6 +1,6 @@
-"""Rows as vectors, and the same brought to length 1, with the gradient back: parts of kernels.
+"""Device functions that load rows, divide them by their lengths, and compute the gradient of that.
 
-A vector shorter than SMALLEST_NORM is divided by that.
+A vector shorter than SMALLEST_NORM is divided by SMALLEST_NORM.
 """
 
 import triton
@@ -13,7 +13,7 @@ SMALLEST = tl.constexpr(SMALLEST_NORM)
 
 @triton.jit
 def load_rows(array, rows, exists, DIM: tl.constexpr, PAD: tl.constexpr):
-    """[len(rows), PAD] in float32; zeros where there is nothing."""
+    """Returns [len(rows), PAD] in float32; zeros for rows that do not exist and in padding columns."""
     columns = tl.arange(0, PAD)
     inside = exists[:, None] & (columns < DIM)[None, :]
     return tl.load(array + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -27,17 +27,17 @@ def store_rows(array, rows, values, exists, DIM: tl.constexpr, PAD: tl.constexpr
 
 
 @triton.jit
-def lengths_of(vectors):
+def norms(vectors):
     return tl.maximum(tl.math.sqrt_rn(tl.sum(vectors * vectors, axis=1)), SMALLEST)
 
 
 @triton.jit
-def over(vectors, lengths):
+def divide(vectors, lengths):
     return vectors * tl.math.div_rn(tl.full(lengths.shape, 1.0, tl.float32), lengths)[:, None]
 
 
 @triton.jit
-def through_unit(gradient, unit_vectors, lengths):
-    """The gradient of vectors whose unit vectors have this one. Vectors that are too short were only scaled."""
+def unit_backward(gradient, unit_vectors, lengths):
+    """Returns the gradient of vectors from that of their unit vectors. Vectors that are too short were only scaled."""
     along = tl.where(lengths > SMALLEST, tl.sum(gradient * unit_vectors, axis=1), 0.0)
-    return over(gradient - along[:, None] * unit_vectors, lengths)
+    return divide(gradient - along[:, None] * unit_vectors, lengths)

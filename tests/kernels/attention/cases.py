@@ -1,4 +1,4 @@
-"""Inputs of the kernels of attention, and where they run: on CUDA, or without it in Triton's interpreter."""
+"""Inputs for the kernels of attention, which run on CUDA or else in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def import_triton() -> None:
-    """Triton's own functions are interpreted only if it is asked for when they are first imported."""
+    """Imports Triton, which interprets its own functions only if TRITON_INTERPRET is set at the first import."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
@@ -19,8 +19,10 @@ def import_triton() -> None:
 
 
 def repair_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """What Triton 3.6 has wrong: loops with bounds from memory fail under numpy 2.4, bfloat16 products take bits for
-    numbers."""
+    """Works around two bugs of the interpreter of Triton 3.6.
+
+    Loops with bounds from memory fail under numpy 2.4, and products of bfloat16 take the bits for numbers.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -50,7 +52,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_sequences(lengths: list[int], max_length: int, device: torch.device = DEVICE) -> Sequences:
-    """Gaps of some seconds, and a clock that was set back: few buckets, since the interpreter needs long for each."""
+    """Makes times with gaps of seconds and clocks set back: few buckets, since the interpreter is slow for each."""
     generator = torch.Generator().manual_seed(max_length)
     counts = torch.tensor(lengths, dtype=torch.int64)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -59,13 +61,13 @@ def make_sequences(lengths: list[int], max_length: int, device: torch.device = D
     return Sequences(offsets.to(device), times.to(device), lengths)
 
 
-def make_leaves(num_tokens: int, max_length: int, heads: int, dim_qk: int, dim_v: int) -> dict[str, Tensor]:
-    """In float64 on the CPU, of values that bfloat16 has too, but for the weights."""
+def make_arrays(num_tokens: int, max_length: int, heads: int, dim_qk: int, dim_v: int) -> dict[str, Tensor]:
+    """Makes arrays in float64 on the CPU. All values except the weights are exact in bfloat16."""
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = {"q": dim_qk, "k": dim_qk, "v": dim_v}
-    leaves = {
+    arrays = {
         name: torch.randn(num_tokens, heads, dim, generator=generator).bfloat16().double()
         for name, dim in shapes.items()
     }
     weights = {"w_pos": 2 * max_length - 1, "w_ts": 129}
-    return leaves | {name: torch.randn(n, generator=generator).double() for name, n in weights.items()}
+    return arrays | {name: torch.randn(n, generator=generator).double() for name, n in weights.items()}

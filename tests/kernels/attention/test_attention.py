@@ -1,8 +1,8 @@
-"""The kernels of attention against the plain form in float64; their order of summation; buckets of time.
+"""Tests the kernels of attention against the plain form in float64, their order of summation, and buckets of time.
 
-Fails, for example, if a kernel masks no keys behind their query, if `- (query_number - key_number) * SIZE` is left out
-of load_weights, if positions_kernel leaves out `far`, if a gradient is not divided by max_length, if _sum_buckets stops
-before the last bucket, or if tiles_kernel leaves out a head.
+Fails, for example, if a kernel does not mask keys after their query, if `- (query_number - key_number) * SIZE` is left
+out of load_weights, if positions_kernel leaves out `far`, if a gradient is not divided by max_length, if _sum_buckets
+stops before the last bucket, or if tiles_kernel leaves out a head.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from tests.kernels.attention.cases import (
     DEVICE,
     import_triton,
     interpreted,  # noqa: F401 (a fixture)
-    make_leaves,
+    make_arrays,
     make_sequences,
 )
 
@@ -25,7 +25,7 @@ import_triton()
 
 OPS = {"hstu": hstu_attention, "fuxi": fuxi_attention}
 SIZE = 16
-"""tokens in a block: so few tokens have several"""
+"""Tokens in a block: so small that even short sequences have several blocks."""
 
 
 def by_kernel(name: str):
@@ -35,28 +35,29 @@ def by_kernel(name: str):
 
 
 def kernel_outcome(
-    name: str, leaves: dict[str, Tensor], sequences: Sequences, slopes: Tensor, dtype: torch.dtype = torch.float32
+    name: str, arrays: dict[str, Tensor], sequences: Sequences, slopes: Tensor, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The output and the gradients of all that goes in."""
-    leaves = {
-        n: leaf.to(DEVICE, torch.float32 if n.startswith("w") else dtype).requires_grad_() for n, leaf in leaves.items()
+    """Returns the output and the gradients of all inputs."""
+    arrays = {
+        n: array.to(DEVICE, torch.float32 if n.startswith("w") else dtype).requires_grad_()
+        for n, array in arrays.items()
     }
-    out = by_kernel(name)(**leaves, tiles=sequences.in_tiles(SIZE))
+    out = by_kernel(name)(**arrays, tiles=sequences.in_tiles(SIZE))
     assert out.dtype == dtype
     out.backward(slopes.to(DEVICE, dtype))
-    return {"out": out.detach()} | {n: leaf.grad for n, leaf in leaves.items()}
+    return {"out": out.detach()} | {n: array.grad for n, array in arrays.items()}
 
 
-def plain_outcome(name: str, leaves: dict[str, Tensor], sequences: Sequences, slopes: Tensor) -> dict[str, Tensor]:
-    leaves = {n: leaf.clone().requires_grad_() for n, leaf in leaves.items()}
+def plain_outcome(name: str, arrays: dict[str, Tensor], sequences: Sequences, slopes: Tensor) -> dict[str, Tensor]:
+    arrays = {n: array.clone().requires_grad_() for n, array in arrays.items()}
     on_cpu = Sequences(sequences.offsets.cpu(), sequences.times.cpu())
-    out = OPS[name](**leaves, sequences=on_cpu, form="plain")
+    out = OPS[name](**arrays, sequences=on_cpu, form="plain")
     out.backward(slopes)
-    return {"out": out.detach()} | {n: leaf.grad for n, leaf in leaves.items()}
+    return {"out": out.detach()} | {n: array.grad for n, array in arrays.items()}
 
 
-def make_slopes(name: str, leaves: dict[str, Tensor]) -> Tensor:
-    num_tokens, heads, dim = leaves["v"].shape
+def make_slopes(name: str, arrays: dict[str, Tensor]) -> Tensor:
+    num_tokens, heads, dim = arrays["v"].shape
     width = dim if name == "hstu" else 3 * dim
     return torch.randn(num_tokens, heads, width, generator=torch.Generator().manual_seed(7)).bfloat16().double()
 
@@ -73,10 +74,10 @@ def make_slopes(name: str, leaves: dict[str, Tensor]) -> Tensor:
 )
 def test_output_and_gradients(name: str, lengths, max_length, heads, dims, dtype, tolerance) -> None:
     sequences = make_sequences(lengths, max_length)
-    leaves = make_leaves(sum(lengths), max_length, heads, *dims)
-    slopes = make_slopes(name, leaves)
-    expected = plain_outcome(name, leaves, sequences, slopes)
-    got = kernel_outcome(name, leaves, sequences, slopes, dtype)
+    arrays = make_arrays(sum(lengths), max_length, heads, *dims)
+    slopes = make_slopes(name, arrays)
+    expected = plain_outcome(name, arrays, sequences, slopes)
+    got = kernel_outcome(name, arrays, sequences, slopes, dtype)
     for what, value in expected.items():
         assert got[what].dtype == (torch.float32 if what.startswith("w") else dtype)
         error = (got[what].cpu().double() - value).norm() / value.norm()
@@ -85,37 +86,37 @@ def test_output_and_gradients(name: str, lengths, max_length, heads, dims, dtype
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_sample_has_the_same_bits_in_any_company_and_again(name: str) -> None:
-    """Whatever its neighbours hold: here, what is not a number. Fails if load_tokens reads behind the sample."""
+def test_bits_of_a_sample_do_not_depend_on_others(name: str) -> None:
+    """Other samples hold NaN. Fails if load_tokens reads beyond the sample."""
     lengths, max_length = [2, 20, 1], 21
     sequences = make_sequences(lengths, max_length)
-    leaves = make_leaves(sum(lengths), max_length, 1, 4, 3)
-    slopes = make_slopes(name, leaves)
+    arrays = make_arrays(sum(lengths), max_length, 1, 4, 3)
+    slopes = make_slopes(name, arrays)
     part = slice(2, 22)
-    own = {n: leaf if n.startswith("w") else leaf[part] for n, leaf in leaves.items()}
+    own = {n: array if n.startswith("w") else array[part] for n, array in arrays.items()}
     alone = Sequences(torch.tensor([0, 20], device=DEVICE), sequences.times[1:2])
     expected = kernel_outcome(name, own, alone, slopes[part])
     for poison in (None, float("nan")):
         if poison is not None:
             for n in ("q", "k", "v"):
-                leaves[n][:2], leaves[n][22:] = poison, poison
+                arrays[n][:2], arrays[n][22:] = poison, poison
             slopes[:2], slopes[22:] = poison, poison
-        together = kernel_outcome(name, leaves, sequences, slopes)
+        together = kernel_outcome(name, arrays, sequences, slopes)
         for what in ("out", "q", "k", "v"):
             assert torch.equal(together[what][part], expected[what]), what
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_tokens(lengths: list[int]) -> None:
-    leaves = make_leaves(0, 3, 2, 5, 3)
-    result = kernel_outcome("hstu", leaves, make_sequences(lengths, 3), torch.zeros(0, 2, 3))
+    arrays = make_arrays(0, 3, 2, 5, 3)
+    result = kernel_outcome("hstu", arrays, make_sequences(lengths, 3), torch.zeros(0, 2, 3))
     assert result["out"].shape == (0, 2, 3)
     assert not result["w_pos"].any()
     assert not result["w_ts"].any()
 
 
 def test_buckets_are_exact_at_every_bound() -> None:
-    """Fails if buckets_kernel looks for differences above a bound only, `bound < difference`."""
+    """Fails if buckets_kernel compares with `bound < difference`."""
     bounds = time_bounds(torch.device("cpu"))
     differences = torch.cat([bounds - 1, bounds, bounds + 1, -bounds, torch.tensor([0, 2**62])])
     lines = torch.cat([differences, differences.new_zeros(-len(differences) % 64)]).view(-1, 64)
@@ -131,7 +132,7 @@ def test_buckets_are_exact_at_every_bound() -> None:
 
 @pytest.mark.parametrize("model_class", [HSTU, FuXi])
 def test_in_a_model(model_class) -> None:
-    """Where q, k, v are columns of one tensor; with the tiles that float32 has."""
+    """In a model q, k, v are columns of one tensor, and tiles have the size for float32."""
     batch = histories([3, 0, 5], 5)
     index = {name: (keys.values.to(DEVICE), keys.offsets.to(DEVICE)) for name, keys in batch.keys.items()}
     times = {"times": batch.inputs["times"].clamp_(max=10).to(DEVICE)}
@@ -147,16 +148,16 @@ def test_in_a_model(model_class) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences, leaves = make_sequences([2], 3), make_leaves(2, 3, 1, 4, 4)
+    sequences, arrays = make_sequences([2], 3), make_arrays(2, 3, 1, 4, 4)
     tiles = sequences.in_tiles(SIZE)
-    floats = {n: leaf.float().to(DEVICE) for n, leaf in leaves.items()}
+    floats = {n: array.float().to(DEVICE) for n, array in arrays.items()}
     with pytest.raises(ValueError, match="all must be bfloat16, or all float32"):
         by_kernel("hstu")(**floats | {"k": floats["k"].double()}, tiles=tiles)
     with pytest.raises(ValueError, match="there are 1 tokens, but sequences have 2"):
         by_kernel("hstu")(**floats | {n: floats[n][:1] for n in "qkv"}, tiles=tiles)
     with pytest.raises(ValueError, match=r"got torch.float64 with dim_qk 4 and dim_v 4; use 'blocked'"):
-        hstu_attention(**leaves, sequences=sequences, form="kernel")
+        hstu_attention(**arrays, sequences=sequences, form="kernel")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    on_cpu = {n: leaf.float() for n, leaf in leaves.items()}
+    on_cpu = {n: array.float() for n, array in arrays.items()}
     with pytest.raises(ValueError, match="attention 'kernel' needs a CUDA device and Triton"):
         hstu_attention(**on_cpu, sequences=make_sequences([2], 3, torch.device("cpu")), form="kernel")

@@ -1,6 +1,6 @@
-"""The layer of HSTU in one piece against the plain form in float64.
+"""Tests the layer of HSTU by kernels against the plain form in float64.
 
-Fails if _Layer.backward leaves `added=gradient` out of the last norm_backward, takes of_all for z in silu_backward, or
+Fails if _Layer.backward leaves `added=gradient` out of the last norm_backward, takes uvqk for z in silu_backward, or
 does not hand d_u to norm_backward.
 """
 
@@ -19,7 +19,7 @@ from tests.kernels.attention.cases import (
 import_triton()
 
 
-def make_leaves(num_tokens: int, dim: int, max_length: int, heads: int, dim_qk: int, dim_v: int):
+def make_arrays(num_tokens: int, dim: int, max_length: int, heads: int, dim_qk: int, dim_v: int):
     generator = torch.Generator().manual_seed(num_tokens)
 
     def draw(*shape: int, std: float = 1.0):
@@ -29,13 +29,13 @@ def make_leaves(num_tokens: int, dim: int, max_length: int, heads: int, dim_qk: 
     return [draw(num_tokens, dim), *(draw(*shape, std=0.3) for shape in shapes)]
 
 
-def outcome(leaves, sequences, heads: int, dim_v: int, dropout: float, form: str, device, dtype=None):
-    """The output and all gradients."""
-    leaves = [leaf.to(device, dtype or leaf.dtype, copy=True).requires_grad_() for leaf in leaves]
-    out = hstu_layer(leaves[0], HSTUWeights(*leaves[1:]), sequences, heads, dim_v, dropout, form)
+def outcome(arrays, sequences, heads: int, dim_v: int, dropout: float, form: str, device, dtype=None):
+    """Returns the output and all gradients."""
+    arrays = [array.to(device, dtype or array.dtype, copy=True).requires_grad_() for array in arrays]
+    out = hstu_layer(arrays[0], HSTUWeights(*arrays[1:]), sequences, heads, dim_v, dropout, form)
     slopes = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
     out.backward(slopes)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    return [out.detach(), *(array.grad for array in arrays)]
 
 
 @pytest.mark.parametrize(
@@ -54,25 +54,25 @@ def test_output_and_gradients(lengths, max_length, dim, heads, dims, dropout, mo
     monkeypatch.setattr(torch, "native_dropout", native_dropout)
     monkeypatch.setattr(F, "dropout", lambda y, p: y * kept(y.shape) / (1 - p))
     sequences = make_sequences(lengths, max_length)
-    leaves = make_leaves(sum(lengths), dim, max_length, heads, *dims)
+    arrays = make_arrays(sum(lengths), dim, max_length, heads, *dims)
     arguments = heads, dims[1], dropout
     on_cpu = make_sequences(lengths, max_length, torch.device("cpu"))
-    expected = outcome(leaves, on_cpu, *arguments, "plain", "cpu")
-    got = outcome(leaves, sequences, *arguments, "kernel", DEVICE, torch.float32)
+    expected = outcome(arrays, on_cpu, *arguments, "plain", "cpu")
+    got = outcome(arrays, sequences, *arguments, "kernel", DEVICE, torch.float32)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == torch.float32
         assert float((one.cpu().double() - other).norm()) <= 1e-5 * float(other.norm())
 
 
 def test_products_have_the_dtype_of_autocast() -> None:
-    """And the rest is in float32: the output is far closer than bfloat16 could hold it."""
+    """All else is in float32: the output is more precise than bfloat16 could be."""
     lengths, max_length = [20, 3], 20
-    sequences, leaves = make_sequences(lengths, max_length), make_leaves(23, 16, max_length, 1, 16, 16)
-    leaves[0] = leaves[0] * 100
+    sequences, arrays = make_sequences(lengths, max_length), make_arrays(23, 16, max_length, 1, 16, 16)
+    arrays[0] = arrays[0] * 100
     on_cpu = make_sequences(lengths, max_length, torch.device("cpu"))
-    expected = outcome(leaves, on_cpu, 1, 16, 0.0, "plain", "cpu")
+    expected = outcome(arrays, on_cpu, 1, 16, 0.0, "plain", "cpu")
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        got = outcome(leaves, sequences, 1, 16, 0.0, "kernel", DEVICE, torch.float32)
+        got = outcome(arrays, sequences, 1, 16, 0.0, "kernel", DEVICE, torch.float32)
     errors = [
         float((one.cpu().double() - other).norm() / other.norm()) for one, other in zip(got, expected, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The input layer by kernels against torch's in float64.
+"""Tests the input layer by kernels against torch in float64.
 
 Fails if add_kernel takes the token's number for its place, or if sum_kernel leaves out the first sample.
 """
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nestpipe.kernels.attention.tiles import SIZES
-from nestpipe.ops.positions import add_positions
+from nestpipe.ops.sequences import add_positions
 from tests.kernels.attention.cases import (
     DEVICE,
     import_triton,
@@ -31,13 +31,13 @@ def test_output_and_gradients(lengths: list[int], max_length: int, dim: int, siz
     exact = [x.double().requires_grad_() for x in (values, positions)]
     expected = 3.0 * exact[0] + F.embedding(places, exact[1])
     expected.backward(slopes.double())
-    leaves = [x.to(DEVICE).requires_grad_() for x in (values, positions)]
-    out = add_positions(*leaves, make_sequences(lengths, max_length), 3.0, size)
+    arrays = [x.to(DEVICE).requires_grad_() for x in (values, positions)]
+    out = add_positions(*arrays, make_sequences(lengths, max_length), 3.0, size)
     out.backward(slopes.to(DEVICE))
     torch.testing.assert_close(out.detach().cpu().double(), expected.detach(), rtol=1e-6, atol=1e-6)
-    for leaf, wanted in zip(leaves, exact, strict=True):
-        assert leaf.grad.shape == leaf.shape
-        torch.testing.assert_close(leaf.grad.cpu().double(), wanted.grad, rtol=1e-5, atol=1e-5)
+    for array, wanted in zip(arrays, exact, strict=True):
+        assert array.grad.shape == array.shape
+        torch.testing.assert_close(array.grad.cpu().double(), wanted.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals() -> None:

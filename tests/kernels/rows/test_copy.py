@@ -1,7 +1,7 @@
-"""Rows copied and added, against the same in numpy and against the reference, to the bit.
+"""Tests copies and additions of rows against numpy and against the reference, to the bit.
 
-Fails, for example, if copy_kernel reads at `rows` instead of `from_rows`, if each of its programs does one tile only,
-if tile_of's mask forgets the width, or if add_kernel stores what it should add.
+Fails, for example, if copy_kernel reads at `rows` instead of `from_rows`, if tile_of's mask ignores the width, or if
+add_kernel stores the source instead of the sum.
 """
 
 import math
@@ -40,13 +40,13 @@ def test_copy(dim: int, dtype: torch.dtype, gathers: bool, scatters: bool, devic
     from_places = torch.randint(0, 70, (70,)).to(device) if gathers else None
     to_places = drawn_places(70, 90, device) if scatters else None
     before, expected = whole.clone(), copied(source, from_places, target, to_places)
-    of_reference = target.clone()
-    reference.copy_rows(source, from_places, of_reference, to_places)
+    by_reference = target.clone()
+    reference.copy_rows(source, from_places, by_reference, to_places)
     copy_rows(source, from_places, target, to_places)
     assert same_bits(target, expected)
-    assert same_bits(of_reference, expected)
+    assert same_bits(by_reference, expected)
     whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
-    assert same_bits(whole, before), "columns beside the target's are not to change"
+    assert same_bits(whole, before), "columns outside of the target changed"
 
 
 def test_bits_are_kept(device: torch.device) -> None:
@@ -63,13 +63,13 @@ def test_add(dim: int, dtype: torch.dtype, with_places: bool, device: torch.devi
     target, whole = columns(90, dim, dtype, device)
     source, _ = columns(70, dim, dtype, device)
     places = drawn_places(70, 90, device) if with_places else None
-    before, of_reference = whole.clone(), target.clone()
+    before, by_reference = whole.clone(), target.clone()
     expected = target.cpu().numpy().copy()
     expected[np.arange(70) if places is None else places.cpu().numpy()] += source.cpu().numpy()
-    reference.add_rows(of_reference, places, source, None, math.inf, None)
+    reference.add_rows(by_reference, places, source, None, math.inf, None)
     add_rows(target, places, source)
     assert same_bits(target, torch.from_numpy(expected))
-    assert same_bits(of_reference, target)
+    assert same_bits(by_reference, target)
     whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
     assert same_bits(whole, before)
 
@@ -91,7 +91,7 @@ def test_fewer_places_than_rows(device: torch.device) -> None:
     assert target[:, 0].tolist() == [0, 1, 0, 1, 0]
 
 
-def test_what_is_refused(device: torch.device) -> None:
+def test_refusals(device: torch.device) -> None:
     rows = torch.zeros(3, 4, device=device)
     for source, target, message in (
         (rows, rows.double(), "float32"),
@@ -109,22 +109,22 @@ def test_what_is_refused(device: torch.device) -> None:
 
 
 def test_pinned_host_memory(accelerator: torch.device) -> None:
-    """Read and written by the device where it is; host memory that is not pinned is refused."""
+    """The device reads and writes pinned host memory directly; memory that is not pinned is refused."""
     host = torch.randn(5000, 129).pin_memory()
     from_places, to_places = torch.randint(0, 5000, (3000,)), torch.randperm(5000)[:3000]
-    there = torch.empty(3000, 128, device=accelerator)
-    copy_rows(host[:, 1:], from_places.to(accelerator), there, None)
-    assert same_bits(there, host[:, 1:][from_places])
+    on_device = torch.empty(3000, 128, device=accelerator)
+    copy_rows(host[:, 1:], from_places.to(accelerator), on_device, None)
+    assert same_bits(on_device, host[:, 1:][from_places])
     back = torch.zeros(5000, 128).pin_memory()
-    copy_rows(there, None, back, to_places.pin_memory())
+    copy_rows(on_device, None, back, to_places.pin_memory())
     torch.cuda.synchronize()
-    assert same_bits(back[to_places], there)
+    assert same_bits(back[to_places], on_device)
     with pytest.raises(ValueError, match="pin_memory"):
-        copy_rows(torch.zeros(3000, 128), None, there, None)
+        copy_rows(torch.zeros(3000, 128), None, on_device, None)
 
 
 def test_more_than_2_to_the_31_elements(accelerator: torch.device) -> None:
-    """Fails if tile_of's rows are int32. The interpreter would touch all of the memory."""
+    """Fails if tile_of's rows are int32. It needs an accelerator: the interpreter would touch all of the memory."""
     large = torch.empty(2**31 // 64 + 100, 64, device=accelerator)
     places = torch.tensor([len(large) - 1, 0, len(large) - 90], device=accelerator)
     rows = torch.randn(3, 64, device=accelerator)
@@ -139,8 +139,8 @@ def test_more_than_2_to_the_31_elements(accelerator: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (40, 7), (33, 128), (5, 600)])
-def test_the_first_rows_do_not_count_what_lies_there(device: torch.device, num_rows: int, width: int) -> None:
-    """Fails if add_kernel reads what is_first says is nothing: here, what is not a number."""
+def test_first_rows_replace_the_target(device: torch.device, num_rows: int, width: int) -> None:
+    """Fails if add_kernel adds to the target, here NaN, where is_first is set."""
     generator = torch.Generator().manual_seed(width)
     places = torch.randperm(num_rows + 3, generator=generator)[:num_rows]
     is_first = torch.rand(num_rows, generator=generator) < 0.5
@@ -157,9 +157,9 @@ def test_the_first_rows_do_not_count_what_lies_there(device: torch.device, num_r
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), LARGEST / 3, -LARGEST / 3])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_not_finite_or_too_large_is_found(device: torch.device, bad: float, is_first: bool) -> None:
-    """Wherever it is, and whether it was there or comes. Fails if add_kernel asks `total != total` only, or takes no
-    magnitude. The reference finds the same."""
+def test_exceeds_finds_non_finite_and_large_sums(device: torch.device, bad: float, is_first: bool) -> None:
+    """Finds them at any place, in target or source. Fails if add_kernel tests `total != total` only, or does not take
+    magnitudes. The reference finds the same."""
     places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
     for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1) if math.isinf(bad) or math.isnan(bad) else (8 * 130,):
         for add in (add_rows, reference.add_rows):
@@ -187,13 +187,13 @@ def test_the_limit_itself_is_not_too_large(device: torch.device, dtype: torch.dt
             assert int(exceeds) == expected
 
 
-def test_what_exceeds_stays_known(device: torch.device) -> None:
-    """Fails if add_kernel stores a 0 where nothing is too large."""
+def test_exceeds_is_never_reset(device: torch.device) -> None:
+    """Fails if add_kernel stores 0 if no sum is too large."""
     exceeds = torch.ones(1, dtype=torch.int32, device=device)
     add_rows(torch.ones(2, 3, device=device), None, torch.ones(2, 3, device=device), None, 100.0, exceeds)
     assert int(exceeds) == 1
 
 
-def test_first_rows_are_named_for_each_row() -> None:
+def test_is_first_has_the_length_of_source() -> None:
     with pytest.raises(ValueError, match=r"is_first is torch.bool of shape \[2\], must be bool \[3\]"):
         add_rows(torch.zeros(3, 2), None, torch.zeros(3, 2), torch.zeros(2, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""Pooling on a device against pooling in host memory.
+"""Tests pooling on a device against pooling in host memory.
 
 Fails, for example, if backward leaves out the weights, or takes the columns of another feature.
 """
@@ -21,55 +21,55 @@ def drawn(num_samples: int, num_rows: int, one_each: bool, dtype: torch.dtype) -
     )
 
 
-def trained(leaves: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    return [leaf.to(device).clone().requires_grad_() for leaf in leaves]
+def trained(arrays: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    return [array.to(device).clone().requires_grad_() for array in arrays]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("one_each", [True, False])
 @pytest.mark.parametrize("num_samples", [0, 1, 200])
 def test_as_in_host_memory(num_samples: int, one_each: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Two features of different dims side by side; to the bit, since no row has more occurrences than a piece."""
+    """Pools two features of different dims. Bits are equal, since no row has more occurrences than a piece."""
     torch.manual_seed(0)
-    leaves = [torch.randn(20, 33, dtype=dtype), torch.randn(17, 5, dtype=dtype)]
-    features = [drawn(num_samples, len(leaf), one_each, dtype) for leaf in leaves]
+    arrays = [torch.randn(20, 33, dtype=dtype), torch.randn(17, 5, dtype=dtype)]
+    features = [drawn(num_samples, len(array), one_each, dtype) for array in arrays]
     gradient = torch.randn(num_samples, 38, dtype=dtype)
-    expected_leaves = trained(leaves, "cpu")
-    expected = pool_in_host_memory(features, expected_leaves)
+    expected_arrays = trained(arrays, "cpu")
+    expected = pool_in_host_memory(features, expected_arrays)
     expected.backward(gradient)
-    there = [
-        make_occurrences(of.index, of.offsets, of.weights, len(leaf)).to(device)
-        for of, leaf in zip(features, leaves, strict=True)
+    on_device = [
+        make_occurrences(feature.index, feature.offsets, feature.weights, len(array)).to(device)
+        for feature, array in zip(features, arrays, strict=True)
     ]
-    leaves = trained(leaves, device)
-    pooled = pool(there, leaves)
+    arrays = trained(arrays, device)
+    pooled = pool(on_device, arrays)
     assert torch.equal(pooled.cpu(), expected)
     pooled.backward(gradient.to(device))
-    for leaf, other in zip(leaves, expected_leaves, strict=True):
-        assert torch.equal(leaf.grad.cpu(), other.grad)
+    for array, other in zip(arrays, expected_arrays, strict=True):
+        assert torch.equal(array.grad.cpu(), other.grad)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.sum(), lambda p: p.t().contiguous().t().square().sum()])
 def test_gradients_of_any_layout(make, device: torch.device) -> None:
     index = torch.tensor([0, 2, 2, 3])
-    (leaf,), (other,) = (trained([torch.arange(6.0).view(3, 2)], where) for where in (device, "cpu"))
-    make(pool([make_occurrences(index, None, None, 3).to(device)], [leaf])).backward()
+    (array,), (other,) = (trained([torch.arange(6.0).view(3, 2)], where) for where in (device, "cpu"))
+    make(pool([make_occurrences(index, None, None, 3).to(device)], [array])).backward()
     make(pool_in_host_memory([Occurrences(index)], [other])).backward()
-    assert torch.equal(leaf.grad.cpu(), other.grad)
+    assert torch.equal(array.grad.cpu(), other.grad)
 
 
-def test_frozen_leaf_beside_a_trained_one(device: torch.device) -> None:
+def test_frozen_rows_next_to_trained_ones(device: torch.device) -> None:
     index, frozen, trained = torch.tensor([0, 1]), torch.ones(2, 3, device=device), torch.ones(2, 3, device=device)
     trained.requires_grad_()
     made = [make_occurrences(index, None, None, 2, is_trained).to(device) for is_trained in (False, True)]
     pool(made, [frozen, trained]).sum().backward()
     assert frozen.grad is None
     assert torch.equal(trained.grad.cpu(), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="a leaf of 2 rows is trained"):
+    with pytest.raises(ValueError, match="an array of 2 rows is trained"):
         pool(made[:1], [trained])
 
 
-def test_what_is_refused(device: torch.device) -> None:
+def test_refusals(device: torch.device) -> None:
     with pytest.raises(ValueError, match="outside 0"):
         make_occurrences(torch.tensor([0, 4]), None, None, 3, is_trained=False)
     with pytest.raises(ValueError, match="weights"):

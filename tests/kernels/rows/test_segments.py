@@ -1,7 +1,7 @@
-"""Sums of segments against a loop in the same order, to the bit, in float32 too: nothing is fused or reordered.
+"""Tests sums of segments against a loop in the same order, to the bit: nothing is fused or reordered.
 
 Fails, for example, if _pieces always returns None, so that a long segment is one sum, or if sum_kernel takes weight j
-where weight_places says another.
+instead of the one that weight_places names.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe.kernels.rows import segments as of_product
+from nestpipe.kernels.rows import segments as segments_module
 from nestpipe.kernels.rows.segments import Segments, by_row, make_segments, one_each, sum_segments
 from tests.kernels.bits import ALL_DIMS, DTYPES, columns, same_bits
 
@@ -19,17 +19,17 @@ LENGTHS = (3, 0, 1, 15, 16, 0, 17, 5, 48, 100, 2, 0)
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow."""
-    monkeypatch.setattr(of_product, "PIECE", 16)
+    """Makes pieces small, since the interpreter is slow."""
+    monkeypatch.setattr(segments_module, "PIECE", 16)
 
 
 def in_order(values: Tensor, segments: Segments, weights: Tensor | None) -> Tensor:
-    """Entry after entry in pieces, then piece after piece."""
-    rows, num_segments, size = values.cpu().numpy(), segments.num_segments, of_product.PIECE
+    """Sums entry after entry within pieces, then piece after piece."""
+    rows, num_segments, size = values.cpu().numpy(), segments.num_segments, segments_module.PIECE
     offsets = range(num_segments + 1) if segments.offsets is None else segments.offsets.tolist()
     order = None if segments.order is None else segments.order.tolist()
     places = None if segments.weight_places is None else segments.weight_places.tolist()
-    of_weights = None if weights is None else weights.cpu().numpy()
+    weight_values = None if weights is None else weights.cpu().numpy()
     out = torch.zeros(num_segments, values.shape[1], dtype=values.dtype)
     sums = out.numpy()
     for s in range(num_segments):
@@ -38,14 +38,14 @@ def in_order(values: Tensor, segments: Segments, weights: Tensor | None) -> Tens
             for j in range(start, min(start + size, offsets[s + 1])):
                 row = j if order is None else order[j]
                 if row < len(rows):
-                    weighted = of_weights is not None
-                    piece += of_weights[j if places is None else places[j]] * rows[row] if weighted else rows[row]
+                    weighted = weight_values is not None
+                    piece += weight_values[j if places is None else places[j]] * rows[row] if weighted else rows[row]
             sums[s] += piece
     return out
 
 
 def drawn(lengths: tuple[int, ...], num_values: int) -> Segments:
-    """With padding, one entry in ten or so."""
+    """Draws segments in which about one entry in ten is padding."""
     offsets = torch.tensor((0, *lengths)).cumsum(0)
     order = torch.randint(0, num_values + max(1, num_values // 10), (int(offsets[-1]),)).clamp_(max=num_values)
     return make_segments(order, offsets)
@@ -62,22 +62,22 @@ def test_against_a_loop(dim: int, dtype: torch.dtype, is_weighted: bool, device:
     if is_weighted:
         weights = torch.randn(len(segments.order), dtype=dtype)
         segments = replace(segments, weight_places=torch.randperm(len(weights)))
-    there, there_weights = segments.to(device), None if weights is None else weights.to(device)
+    on_device, device_weights = segments.to(device), None if weights is None else weights.to(device)
     before = whole.clone()
-    sum_segments(values, there, there_weights, out)
+    sum_segments(values, on_device, device_weights, out)
     expected = in_order(values, segments, weights)
     assert same_bits(out, expected)
     whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
-    assert same_bits(whole, before), "columns beside out's are not to change"
-    of_reference = torch.empty_like(out)
+    assert same_bits(whole, before), "columns outside of out changed"
+    by_reference = torch.empty_like(out)
     monkeypatch.setattr("nestpipe.kernels.rows.segments.runs_triton", lambda *arrays: False)
-    sum_segments(values, there, there_weights, of_reference)
-    assert same_bits(of_reference, expected)
+    sum_segments(values, on_device, device_weights, by_reference)
+    assert same_bits(by_reference, expected)
 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_each_alone_and_again(device: torch.device) -> None:
-    """A sum depends on nothing else in the launch, nor on the launch. Fails if _pieces cuts at multiples of PIECE."""
+    """A sum depends neither on the rest of the launch nor on the run. Fails if _pieces cuts at multiples of PIECE."""
     torch.manual_seed(3)
     values, weights = torch.randn(40, 70, device=device), torch.randn(sum(LENGTHS), device=device)
     segments = drawn(LENGTHS, 40)
@@ -93,7 +93,7 @@ def test_each_alone_and_again(device: torch.device) -> None:
         assert same_bits(sum_of_one[0], out[0][s])
 
 
-def test_hot_segment_beside_empty_ones(device: torch.device) -> None:
+def test_hot_segment_between_empty_ones(device: torch.device) -> None:
     lengths = (0,) * 300 + (30_003,) + (0,) * 300
     values, segments = torch.randn(30, 2, dtype=torch.float64, device=device), drawn(lengths, 30)
     assert len(segments.pieces.starts) == -(-30_003 // 128)
@@ -116,7 +116,7 @@ def test_one_each_and_entries_as_they_stand(dtype: torch.dtype, device: torch.de
 
 
 def test_weights_of_padding_count_for_nothing(device: torch.device) -> None:
-    """Whatever they are. Fails if sum_kernel loads weights where i < length."""
+    """The weight of padding is NaN here. Fails if sum_kernel loads weights where i < length."""
     segments = make_segments(torch.tensor([0, 1, 0]), torch.tensor([0, 3])).to(device)
     out = torch.empty(1, 1, device=device)
     sum_segments(torch.tensor([[2.0]], device=device), segments, torch.tensor([1.0, torch.nan, 3.0]).to(device), out)
@@ -134,7 +134,7 @@ def test_nothing_to_sum(device: torch.device) -> None:
 
 @pytest.mark.parametrize("has_offsets", [False, True])
 def test_by_row(has_offsets: bool) -> None:
-    """For each row its occurrences in order. Fails if padding stays, or order has occurrences instead of samples."""
+    """A row has its occurrences in order. Fails if padding stays, or order has occurrences instead of samples."""
     torch.manual_seed(4)
     num_rows, num_samples = 6, 40_000
     lengths = torch.randint(0, 3, (num_samples,))
@@ -151,11 +151,11 @@ def test_by_row(has_offsets: bool) -> None:
         assert torch.equal(segments.order[entries], sample_of[expected])
     assert by_row(index, offsets, num_rows).weight_places is None
     for start, end in zip(segments.pieces.starts, segments.pieces.ends, strict=True):
-        assert 0 < end - start <= of_product.PIECE
+        assert 0 < end - start <= segments_module.PIECE
 
 
 def sorted_by_torch(index: Tensor, offsets: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets of the rows, samples, occurrences."""
+    """Returns offsets of the rows, samples and occurrences."""
     occurrences = torch.sort(index, stable=True)[1]
     counts = torch.bincount(index, minlength=num_rows + 1)[:num_rows]
     occurrences = occurrences[: int(counts.sum())]
@@ -199,7 +199,7 @@ def test_by_row_of_nothing() -> None:
     assert by_row(nothing, torch.tensor([0, 0]), 0).num_segments == 0
 
 
-def test_what_is_refused(device: torch.device) -> None:
+def test_refusals(device: torch.device) -> None:
     for index in (torch.tensor([0, 4]), torch.tensor([-1, 0])):
         with pytest.raises(ValueError, match=r"outside 0 \.\. 3"):
             by_row(index, None, 3)
@@ -220,7 +220,7 @@ def test_what_is_refused(device: torch.device) -> None:
 
 
 def test_the_device_is_not_asked(accelerator: torch.device) -> None:
-    """Fails if sum_segments finds out itself which segments are long."""
+    """Fails if sum_segments asks the device which segments are long."""
     values = torch.randn(50, 64, device=accelerator)
     segments = drawn(LENGTHS, 50).to(accelerator)
     out = torch.empty(len(LENGTHS), 64, device=accelerator)

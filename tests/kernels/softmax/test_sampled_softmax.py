@@ -1,8 +1,8 @@
-"""The kernels of the sampled softmax against the plain form in float64, and that samples do not touch one another.
+"""Tests the kernels of the sampled softmax against the plain form in float64, and that samples are independent.
 
-Fails, for example, if softmax_kernel counts a negative that is the next item, if load_positives takes no target, if
-through_unit leaves out `along` or its condition, if the slots that fill a unit up have a loss, or if negative_gradients
-stops after the first unit of a sample.
+Fails, for example, if softmax_kernel counts a negative that is the next item, if load_positives never loads the target,
+if unit_backward leaves out `along` or its condition, if padding slots have a loss, or if negative_gradients stops after
+the first unit of a sample.
 """
 
 import pytest
@@ -24,7 +24,7 @@ Outcome = dict[str, Tensor]
 
 
 def features(batch: Batch, rows: Tensor) -> dict[str, SequenceEmbedding]:
-    """As the embedding part hands them over on a device, with key i in row i."""
+    """Returns features as the embedding part hands them over on a device, with key i in row i."""
 
     def feature(index: Tensor, offsets: Tensor) -> SequenceEmbedding:
         occurrences = make_occurrences(index, None, None, len(rows)).to(DEVICE)
@@ -37,8 +37,8 @@ def make_batch(lengths: list[int], num_negatives: int) -> Batch:
     return histories(lengths, max([1, *lengths]), num_negatives, per="sample")
 
 
-def make_leaves(num_tokens: int, dim: int) -> dict[str, Tensor]:
-    """In float64 on the CPU, of values that bfloat16 has too."""
+def make_arrays(num_tokens: int, dim: int) -> dict[str, Tensor]:
+    """Makes arrays in float64 on the CPU, of values that are exact in bfloat16."""
     generator = torch.Generator().manual_seed(dim)
     shapes = {"outputs": num_tokens, "rows": NUM_ITEMS}
     return {name: torch.randn(n, dim, generator=generator).bfloat16().double() for name, n in shapes.items()}
@@ -50,8 +50,8 @@ def kernel_loss(outputs: Tensor, rows: Tensor, batch: Batch) -> Tensor:
     return sampled_softmax(outputs, **features(batch, rows), sequences=sequences, negatives_per="sample", form="kernel")
 
 
-def kernel_outcome(leaves: dict[str, Tensor], batch: Batch, dtype: torch.dtype = torch.float32) -> Outcome:
-    outputs, rows = leaves["outputs"].to(DEVICE, dtype), leaves["rows"].to(DEVICE, torch.float32)
+def kernel_outcome(arrays: dict[str, Tensor], batch: Batch, dtype: torch.dtype = torch.float32) -> Outcome:
+    outputs, rows = arrays["outputs"].to(DEVICE, dtype), arrays["rows"].to(DEVICE, torch.float32)
     outputs.requires_grad_()
     rows.requires_grad_()
     loss = kernel_loss(outputs, rows, batch)
@@ -59,8 +59,8 @@ def kernel_outcome(leaves: dict[str, Tensor], batch: Batch, dtype: torch.dtype =
     return {"loss": loss.detach(), "outputs": outputs.grad, "rows": rows.grad}
 
 
-def plain_outcome(leaves: dict[str, Tensor], batch: Batch) -> Outcome:
-    outputs, rows = (leaves[name].clone().requires_grad_() for name in ("outputs", "rows"))
+def plain_outcome(arrays: dict[str, Tensor], batch: Batch) -> Outcome:
+    outputs, rows = (arrays[name].clone().requires_grad_() for name in ("outputs", "rows"))
     sequences = Sequences(batch.keys["history"].offsets, batch.inputs["times"])
     loss = sampled_softmax(outputs, **embedded(batch, rows), sequences=sequences, negatives_per="sample", form="plain")
     (loss / 7).backward()
@@ -83,8 +83,8 @@ def assert_near(got: Outcome, expected: Outcome, tolerance: float) -> None:
     ],
 )
 def test_loss_and_gradients(lengths, num_negatives: int, dim: int, dtype: torch.dtype, tolerance: float) -> None:
-    batch, leaves = make_batch(lengths, num_negatives), make_leaves(sum(lengths), dim)
-    got, expected = kernel_outcome(leaves, batch, dtype), plain_outcome(leaves, batch)
+    batch, arrays = make_batch(lengths, num_negatives), make_arrays(sum(lengths), dim)
+    got, expected = kernel_outcome(arrays, batch, dtype), plain_outcome(arrays, batch)
     assert got["outputs"].dtype == dtype
     assert got["loss"].dtype == got["rows"].dtype == torch.float32
     assert_near(got, expected, tolerance)
@@ -93,7 +93,7 @@ def test_loss_and_gradients(lengths, num_negatives: int, dim: int, dtype: torch.
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_tokens(lengths: list[int]) -> None:
-    got = kernel_outcome(make_leaves(0, 4), make_batch(lengths, 3))
+    got = kernel_outcome(make_arrays(0, 4), make_batch(lengths, 3))
     assert float(got["loss"]) == 0.0
     assert got["outputs"].shape == (0, 4)
     assert not got["rows"].any()
@@ -101,10 +101,10 @@ def test_no_tokens(lengths: list[int]) -> None:
 
 def test_only_the_next_item_among_the_negatives_costs_nothing() -> None:
     """Fails if softmax_kernel compares with the token's own item, or leaves out the target."""
-    batch, leaves = make_batch([2, 1], 3), make_leaves(3, 4)
+    batch, arrays = make_batch([2, 1], 3), make_arrays(3, 4)
     for name, keys in (("history", [1, 4, 2]), ("target", [4, 4]), ("negatives", [4] * 6)):
         batch.keys[name].values.copy_(torch.tensor(keys))
-    got = kernel_outcome(leaves, batch)
+    got = kernel_outcome(arrays, batch)
     assert float(got["loss"]) == 0.0
     assert not got["rows"].any()
     assert not got["outputs"].any()
@@ -112,60 +112,60 @@ def test_only_the_next_item_among_the_negatives_costs_nothing() -> None:
 
 @pytest.mark.parametrize("size", [0.0, 5e-7, 2e-6])
 def test_short_vectors(size: float) -> None:
-    """Below SMALLEST_NORM they are only scaled. Fails if through_unit does not look at the length."""
-    batch, leaves = make_batch([3, 2], 3), make_leaves(5, 4)
-    for leaf in leaves.values():
-        leaf[::2] *= size / leaf[::2].norm(dim=1, keepdim=True)
-    assert_near(kernel_outcome(leaves, batch), plain_outcome(leaves, batch), 1e-5)
+    """Vectors shorter than SMALLEST_NORM are only scaled. Fails if unit_backward ignores the length."""
+    batch, arrays = make_batch([3, 2], 3), make_arrays(5, 4)
+    for array in arrays.values():
+        array[::2] *= size / array[::2].norm(dim=1, keepdim=True)
+    assert_near(kernel_outcome(arrays, batch), plain_outcome(arrays, batch), 1e-5)
 
 
 def unit_by_unit(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """In place of torch.bmm, whose bits depend on the number of units and on addresses."""
+    """Replaces torch.bmm, whose bits depend on the number of units and on addresses."""
     for unit in range(len(out)):
         out[unit] = a[unit].clone() @ b[unit].clone()
     return out
 
 
-def test_a_sample_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its neighbours hold: here, what is not a number. Fails if load_tokens takes no
-    notice of the length, or if negative_gradients goes on to the next sample."""
+def test_bits_of_a_sample_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other samples hold NaN. Fails if load_tokens ignores the length, or if negative_gradients continues into the next
+    sample."""
     monkeypatch.setattr(torch, "bmm", unit_by_unit)
     lengths = [2, 40, 1]
-    batch, leaves = make_batch(lengths, 3), make_leaves(sum(lengths), 5)
+    batch, arrays = make_batch(lengths, 3), make_arrays(sum(lengths), 5)
     own_keys = torch.arange(NUM_ITEMS // 2)
     for sample, mine in enumerate((False, True, False)):  # rows that no other sample has
         for keys in batch.keys.values():
             values = keys.values[keys.offsets[sample] : keys.offsets[sample + 1]]
             values.remainder_(NUM_ITEMS // 2).add_(0 if mine else NUM_ITEMS // 2)
     part = slice(2, 42)
-    expected = kernel_outcome(leaves | {"outputs": leaves["outputs"][part]}, batch[torch.tensor([1])])
+    expected = kernel_outcome(arrays | {"outputs": arrays["outputs"][part]}, batch[torch.tensor([1])])
     assert bool(expected["rows"].any())
     for poison in (None, float("nan")):
         if poison is not None:
-            leaves["outputs"][:2], leaves["outputs"][42:] = poison, poison
-            leaves["rows"][NUM_ITEMS // 2 :] = poison
-        together = kernel_outcome(leaves, batch)
+            arrays["outputs"][:2], arrays["outputs"][42:] = poison, poison
+            arrays["rows"][NUM_ITEMS // 2 :] = poison
+        together = kernel_outcome(arrays, batch)
         assert same_bits(together["outputs"][part], expected["outputs"])
         assert same_bits(together["rows"][own_keys], expected["rows"][own_keys])
 
 
 @pytest.mark.parametrize("num_units", [1, 2])
 def test_a_few_units_at_a_time(monkeypatch: pytest.MonkeyPatch, num_units: int) -> None:
-    """The same bits. Fails if negative_gradients does not go on from what is there, or per_token from first_unit."""
+    """Fails if negative_gradients does not continue from the stored sum, or per_token is not offset by first_unit."""
     monkeypatch.setattr(torch, "bmm", unit_by_unit)
     lengths = [0, 100, 1, 70, 0]
-    batch, leaves = make_batch(lengths, 3), make_leaves(sum(lengths), 5)
-    expected = kernel_outcome(leaves, batch)
+    batch, arrays = make_batch(lengths, 3), make_arrays(sum(lengths), 5)
+    expected = kernel_outcome(arrays, batch)
     monkeypatch.setattr("nestpipe.kernels.softmax.sampled_softmax.GATHERED_ELEMENTS", 3 * 32 * num_units)
-    got = kernel_outcome(leaves, batch)
+    got = kernel_outcome(arrays, batch)
     assert all(same_bits(got[name], value) for name, value in expected.items())
 
 
 def test_without_gradients() -> None:
-    """The same loss, and only one product. Fails if is_trained does not look at the mode."""
-    batch, leaves = make_batch([3, 33], 3), make_leaves(36, 5)
-    expected = kernel_outcome(leaves, batch)["loss"]
-    outputs, rows = (leaf.to(DEVICE, torch.float32).requires_grad_() for leaf in leaves.values())
+    """The loss is the same and takes one product. Fails if is_trained ignores torch.no_grad."""
+    batch, arrays = make_batch([3, 33], 3), make_arrays(36, 5)
+    expected = kernel_outcome(arrays, batch)["loss"]
+    outputs, rows = (array.to(DEVICE, torch.float32).requires_grad_() for array in arrays.values())
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         products = []
         bmm = torch.bmm
@@ -175,11 +175,11 @@ def test_without_gradients() -> None:
 
 
 def test_autocast_changes_nothing_but_the_size_of_blocks() -> None:
-    """Fails if a product is made by bmm without `out`, which autocast rounds to bfloat16."""
-    batch, leaves = make_batch([3, 33], 3), make_leaves(36, 5)
-    expected = plain_outcome(leaves, batch)
+    """Fails if a product uses bmm without `out`, which autocast rounds to bfloat16."""
+    batch, arrays = make_batch([3, 33], 3), make_arrays(36, 5)
+    expected = plain_outcome(arrays, batch)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        got = kernel_outcome(leaves, batch)
+        got = kernel_outcome(arrays, batch)
     assert_near(got, expected, 2e-6)
 
 

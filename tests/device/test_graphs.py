@@ -1,4 +1,4 @@
-"""What a recording of a graph needs to know of x; the recordings themselves are tested on CUDA."""
+"""Tests when graphs are recorded, and under which autocast. tests/gpu tests the graphs themselves."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Tokens filled up to a round number: what fills up changes nothing, and learns nothing.
+"""Tests that padding tokens to a round number changes neither outputs nor gradients, and what graphs depend on.
 
-Fails if blocks that fill up are left out of Tiles (their tokens keep what lay there), or if their first tile is 0.
+Fails if padding blocks are left out of Tiles (their tokens would keep old memory), or if their first tile is 0.
 """
 
 import copy
@@ -22,10 +22,10 @@ from tests.kernels.attention.cases import (
 import_triton()
 
 
-def outcome(model, x, sequences, is_filled_up: bool):
+def outcome(model, x, sequences, is_padded: bool):
     model.zero_grad()
     x = x.clone().requires_grad_()
-    out = (model._stack if is_filled_up else run)(model.layers, x, sequences)
+    out = (model._stack if is_padded else run)(model.layers, x, sequences)
     assert out.shape == x.shape
     (out * torch.linspace(0, 1, out.numel(), device=DEVICE).view_as(out)).sum().backward()
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in model.layers.named_parameters()}
@@ -35,11 +35,11 @@ def outcome(model, x, sequences, is_filled_up: bool):
     ("model_class", "lengths"),
     [(HSTU, [33, 34]), (FuXi, [30, 0, 3]), (HSTU, [1]), pytest.param(FuXi, [33, 34], marks=pytest.mark.slow)],
 )
-def test_changes_nothing(model_class, lengths: list[int]) -> None:
+def test_padding_changes_nothing(model_class, lengths: list[int]) -> None:
     model = model_class(4, 34, 2, num_heads=2, dim_qk=3, dim_v=2, dropout=0.0, attention="kernel").to(DEVICE)
     for layer in model.layers:
         if hasattr(layer, "out"):
-            torch.nn.init.ones_(layer.out.bias)  # so that what fills up is not zero in the second layer
+            torch.nn.init.ones_(layer.out.bias)  # so that padding is not zero in the second layer
     sequences = make_sequences(lengths, 34)
     x = torch.randn(sum(lengths), 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     expected = outcome(model, x, sequences, False)
@@ -48,7 +48,7 @@ def test_changes_nothing(model_class, lengths: list[int]) -> None:
 
 
 def test_round_sizes() -> None:
-    """At most a sixteenth more, and few of them."""
+    """Sizes grow by at most a sixteenth, and there are few of them."""
     rounded = [round_up(number) for number in range(1, 4097)]
     assert all(number <= up <= number * 17 / 16 for number, up in enumerate(rounded, 1))
     assert len(set(rounded[2048:])) <= 17
@@ -61,8 +61,8 @@ def test_a_copy_has_graphs_of_its_own() -> None:
         assert other._stack is not model._stack
 
 
-def test_what_a_recording_takes_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever of it changes, there is another recording, or none. Fails if _settings leaves one of these out."""
+def test_settings_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of any setting leads to another recording or to none. Fails if _settings leaves one out."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     layers = HSTU(4, 5, 2, num_heads=1, dim_qk=2, dim_v=2, dropout=0.1).layers
     seen = {_settings(layers)}

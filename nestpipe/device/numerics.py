@@ -1,0 +1,29 @@
+"""Numbers on a device: the precision of a model's operations, and whether results are finite."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from nestpipe.device.streams import is_accelerator
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Returns a context in which torch computes in this dtype where it deems that safe."""
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns one bool: whether no element of any tensor is infinite or NaN. It is true if there are no tensors.
+
+    On an accelerator this takes few launches for any number of tensors: the largest magnitude is finite if all are. In
+    host memory it takes one pass over each tensor, without temporaries.
+    """
+    non_empty = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not non_empty:
+        return torch.ones((), dtype=torch.bool, device=device)
+    if is_accelerator(device):
+        return torch.nn.utils.get_total_norm(non_empty, math.inf) < math.inf
+    return torch.stack([bound.double() for tensor in non_empty for bound in tensor.aminmax()]).isfinite().all()
