@@ -1,0 +1,68 @@
+"""A benchmark is found, and has its command, because its file is in the folder."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import nestpipe.bench
+from nestpipe.bench.harness.benchmark import find_benchmarks
+from nestpipe.cli.bench import make_app
+
+OWN = """
+from typing import Annotated
+
+import typer
+
+from nestpipe.bench.harness.benchmark import Benchmark
+
+
+def records(quick, *, depth: Annotated[int, typer.Option("--depth", help="How deep.")] = 3):
+    if depth > 9:
+        raise ValueError("depth must be at most 9")
+    return iter([{"depth": depth, "quick": quick}])
+
+
+BENCHMARK = Benchmark("dig", records, "Digs.", result="dig-{depth}")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that benchmarks are also looked for in."""
+    monkeypatch.setattr(nestpipe.bench, "__path__", [*nestpipe.bench.__path__, str(tmp_path)])
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("nestpipe.bench.dig")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("file", ["dig.py", "dig/run.py"])
+def test_a_file_is_a_command(file: str, folder: Path) -> None:
+    """Fails if make_app drops the options of a benchmark, or _run calls its records after writing anything."""
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / "dig" / "__init__.py").touch() if "/" in file else None
+    (folder / file).write_text(OWN)
+    app = make_app(find_benchmarks())
+    path = folder / "result.json"
+    done = CliRunner().invoke(app, ["dig", "--json", str(path), "--quick", "--depth", "5"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert (result["bench"], result["records"]) == ("dig-5", [{"depth": 5, "quick": True}])
+    refused = CliRunner().invoke(app, ["dig", "--json", str(folder / "other.json"), "--depth", "10"])
+    assert refused.exit_code == 2
+    assert "depth must be at most 9" in refused.output
+    assert not (folder / "other.json").exists()
+
+
+def test_names_are_those_of_the_files() -> None:
+    folder = Path(nestpipe.bench.__file__).parent
+    files = {path.stem for path in folder.iterdir() if path.stem not in ("__init__", "__pycache__", "harness")}
+    assert {benchmark.name for benchmark in find_benchmarks()} == files
+
+
+def test_help_does_not_load_the_engine_of_data_sets() -> None:
+    code = "import nestpipe.cli.main, sys; print([name for name in ('pyarrow', 'duckdb') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
