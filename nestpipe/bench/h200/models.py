@@ -177,11 +177,9 @@ def _compared(world: World, shape: Shape) -> Iterator[Record]:
         figures = {field: statistics.median(r[field] for r in rounds[schedule]) for field in rounds[schedule][0]}
         ratios = [m["step_ms"] / d["step_ms"] for m, d in zip(rounds[schedule], rounds["dense"], strict=True)]
         unsplit = {"dense_unsplit_ms": statistics.median(r["step_ms"] for r in rounds["dense"])}
-        rest = {"batch_size": shape.batch_size, "num_rows": shape.num_rows, "threads": NUM_THREADS}
         yield {
             "schedule": schedule,
             **identity,
-            **rest,
             **figures,
             **unsplit,
             **spread("step_over_dense_unsplit", ratios),

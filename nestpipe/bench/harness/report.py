@@ -79,7 +79,7 @@ def run_bench(name: str, records: Iterator[Record], path: Path, console: Console
         **_accelerator(),
     )
     if environment.busy:
-        console.print(f"the machine was busy when this started (load average {load_before:.2f})", style="yellow")
+        console.print(f"the machine was busy at the start (load average {load_before:.2f})", style="yellow")
     result = BenchResult(name, nestpipe.__version__, quick, environment, made)
     path.write_text(json.dumps(asdict(result), indent=2) + "\n")
     partial.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ BENCHMARK = Benchmark("dig", records, "Digs.", result="dig-{depth}")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that benchmarks are also looked for in."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Adds a folder to those where benchmarks are found."""
     monkeypatch.setattr(nestpipe.bench, "__path__", [*nestpipe.bench.__path__, str(tmp_path)])
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("nestpipe.bench.dig")]:
@@ -41,12 +42,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("file", ["dig.py", "dig/run.py"])
 def test_a_file_is_a_command(file: str, folder: Path) -> None:
-    """Fails if make_app drops the options of a benchmark, or _run calls its records after writing anything."""
-    (folder / file).parent.mkdir(exist_ok=True)
-    (folder / "dig" / "__init__.py").touch() if "/" in file else None
-    (folder / file).write_text(OWN)
+    """Fails if _command drops the options of a benchmark, or _run catches no error of its records function."""
+    module, path = folder / file, folder / "result.json"
+    module.parent.mkdir(exist_ok=True)
+    if "/" in file:
+        (module.parent / "__init__.py").touch()
+    module.write_text(OWN)
     app = make_app(find_benchmarks())
-    path = folder / "result.json"
     done = CliRunner().invoke(app, ["dig", "--json", str(path), "--quick", "--depth", "5"])
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
