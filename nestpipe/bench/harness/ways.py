@@ -19,13 +19,13 @@ Values = Mapping[str, float]
 FIELDS = (*STEP_FIELDS, "exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
 EXCHANGES = ("send_rows_ms", "return_gradients_ms")
 """Time of the compute lane in the row exchange and the gradient return, or waiting for them."""
-OF_SLOWEST = ("step_ms", "unattributed_ms")
+SLOWEST_RANK_FIELDS = ("step_ms", "unattributed_ms")
 """Fields taken from the slowest rank. The others are means over ranks."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One of the ways to train that are compared."""
+    """Schedule, number of micro-batches and window of a training loop."""
 
     schedule: str
     num_micro_batches: int
@@ -89,12 +89,13 @@ def least_step_ms(way: Way, mine: Values, serial: Values, same_parts: Values, sh
 
 
 def means(times: Sequence[StepTimes], world: World) -> dict[str, float]:
-    """Returns means over steps and ranks; for fields in OF_SLOWEST, those of the slowest rank. All ranks call it."""
+    """Returns means over steps and ranks, or the slowest rank's for SLOWEST_RANK_FIELDS. All ranks call it."""
     names = (*FIELDS, *EXCHANGES)
     mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
     by_rank = world.control.all_to_all_equal(mine.expand(world.size, -1))
     return {
-        name: float(by_rank[:, i].max() if name in OF_SLOWEST else by_rank[:, i].mean()) for i, name in enumerate(names)
+        name: float(by_rank[:, i].max() if name in SLOWEST_RANK_FIELDS else by_rank[:, i].mean())
+        for i, name in enumerate(names)
     }
 
 
