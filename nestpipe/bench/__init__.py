@@ -1,1 +1,1 @@
-"""Benchmarks: named records, the environment they were measured in, and the targets they must meet."""
+"""Benchmarks: one module or folder each, which declares its command. They yield records and have targets to meet."""

@@ -1,9 +1,9 @@
 """`bench attention`: the blocked form of attention against the plain one, forward and backward.
 
-Memory: the growth of the process's resident memory at its peak, in a fresh process, after a first run on a short
-sequence has loaded what any run needs; inputs are there before, outputs and gradients count. The median of several
-processes: where the C library finds room differs from one to the next. Time: in pairs, both forms in one process. All
-lengths have the same number of tokens, in sequences of full length.
+Memory is the peak growth of resident memory in a fresh process. A first run on a short sequence loads what any run
+needs, and the inputs exist before; outputs and gradients count. The figure is the median of several processes, because
+the allocator behaves differently in each. Time is measured in pairs, both forms in one process. All lengths have the
+same number of tokens, in sequences of full length.
 """
 
 import statistics
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
 from nestpipe.bench.harness.pairs import compare, spread
 from nestpipe.bench.harness.report import Record
@@ -24,19 +25,24 @@ LENGTHS = (512, 1024, 2048)
 NUM_HEADS, DIM_QK, DIM_V = 4, 32, 32
 NUM_PAIRS = 15
 NUM_PROCESSES = 5
-"""in which memory is measured"""
+"""Processes that measure memory."""
 LARGEST_GAP_SECONDS = 100_000
 FORMS = ("blocked", "plain")
 OPS = {"hstu": hstu_attention, "fuxi": fuxi_attention}
 
 
 def records(quick: bool) -> Iterator[Record]:
-    """A quick run has fewer of them: a fresh process takes seconds to start."""
+    """Yields a record per method, length and form. A quick run has fewer: a fresh process takes seconds to start."""
     scale, num_pairs = (8, 2) if quick else (1, NUM_PAIRS)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for method in ("hstu",) if quick else OPS:
         yield from _records_of(method, (LENGTHS[0], LENGTHS[-1]) if quick else LENGTHS, scale, num_pairs)
+
+
+BENCHMARK = Benchmark(
+    "attention", records, "The blocked form of attention against the plain one: memory per token by length, and time."
+)
 
 
 def _records_of(method: str, lengths: tuple[int, ...], scale: int, num_pairs: int) -> Iterator[Record]:
@@ -76,14 +82,14 @@ def _identity(method: str, form: str, length: int, num_tokens: int, num_pairs: i
 
 
 def _growth(per_token: dict[tuple[str, int], float], length: int) -> Record:
-    """Of the longest sequences against the shortest: what the target is about."""
+    """Compares the memory per token of the longest sequences with that of the shortest."""
     if length != LENGTHS[-1]:
         return {}
     return {"peak_bytes_per_token_vs_512": per_token["blocked", length] / per_token["blocked", LENGTHS[0]]}
 
 
 class _Work:
-    """Forward and backward of one form, on inputs that are there already."""
+    """Forward and backward of one form, on inputs that exist before."""
 
     def __init__(self, method: str, length: int, num_tokens: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -93,14 +99,14 @@ class _Work:
         self.op: Callable[..., Tensor] = OPS[method]
         dims = (DIM_QK, DIM_QK, DIM_V)
         shapes = [*((num_tokens, NUM_HEADS, dim) for dim in dims), (2 * length - 1,), (NUM_TIME_BUCKETS,)]
-        self.leaves = [torch.randn(shape, generator=generator).mul_(0.1).requires_grad_() for shape in shapes]
+        self.arguments = [torch.randn(shape, generator=generator).mul_(0.1).requires_grad_() for shape in shapes]
         width = DIM_V if method == "hstu" else 3 * DIM_V
         self.gradient = torch.randn(num_tokens, NUM_HEADS, width, generator=generator)
 
     def __call__(self, form: str) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
-        self.op(*self.leaves, Sequences(self.offsets, self.times), form).backward(self.gradient)
+        for argument in self.arguments:
+            argument.grad = None
+        self.op(*self.arguments, Sequences(self.offsets, self.times), form).backward(self.gradient)
 
 
 def _peak_bytes(method: str, form: str, length: int, num_tokens: int) -> int:
@@ -115,7 +121,7 @@ def _peak_bytes(method: str, form: str, length: int, num_tokens: int) -> int:
 
 
 def _milliseconds(method: str, length: int, num_tokens: int, num_pairs: int) -> dict[str, Record]:
-    """By form; the blocked form's speed is the median of the pairs."""
+    """Returns the fields of time for each form. The blocked form's speed is the median of the pairs."""
     work = _Work(method, length, num_tokens)
     comparison = compare(lambda: work("blocked"), lambda: work("plain"), num_pairs)
     return {

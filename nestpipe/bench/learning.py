@@ -1,10 +1,10 @@
-"""`bench learning`: HSTU and FuXi learn the synthetic histories; their ranks against counting and against the oracle.
+"""`bench learning`: HSTU and FuXi learn synthetic histories, and are compared with counting and with the oracle.
 
-Each trains as its recipe says, in this process, then ranks the targets of held-out users among all items without the
-user's history. The oracle, the bigram and the popularity rank the same targets. Both are counted from the samples that
-the model was trained on. docs/learning.md says what each of them knows.
+Each trains by its recipe, in this process, then ranks the targets of held-out users among all items outside the user's
+history. The oracle, bigram counts and popularity rank the same targets. The counts come from the samples that the model
+was trained on. docs/learning.md describes what each of them knows.
 
-The loss of the last batch is taken twice from the same rows: by evaluate just before it is trained on, and by fit.
+The loss of the last batch is computed twice from the same rows: by evaluate just before it is trained on, and by fit.
 """
 
 import time
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.harness.requirements import source_file
 from nestpipe.data.synthetic.histories import HistoryData
@@ -39,8 +40,15 @@ def records(quick: bool) -> Iterator[Record]:
         yield learn(config)
 
 
+BENCHMARK = Benchmark(
+    "learning",
+    records,
+    "HSTU and FuXi on synthetic histories: ranking metrics against those of counting and the oracle.",
+)
+
+
 def learn(config: Config) -> Record:
-    """Trains as the config says, and compares."""
+    """Trains by the config, and compares the model's metrics with those of the baselines."""
     assert config.runtime.dense_threads is not None
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
@@ -48,9 +56,9 @@ def learn(config: Config) -> Record:
     assert this_run.held_out is not None
     seconds, difference = _train(config, this_run)
     metrics = RankMetrics(this_run.trainer, config.histories.num_items, AT)
-    found = evaluate(this_run.trainer, this_run.held_out, [metrics]).metrics
-    mine = {name.replace("_at_", "_"): value for name, value in found.items() if "num_" not in name}
-    others = _others(config)
+    values = evaluate(this_run.trainer, this_run.held_out, [metrics]).metrics
+    mine = {name.replace("_at_", "_"): value for name, value in values.items() if "num_" not in name}
+    others = _baselines(config)
     return {
         "model": config.model.kind,
         "seed": config.train.seed,
@@ -72,7 +80,7 @@ def learn(config: Config) -> Record:
 
 
 def _train(config: Config, this_run: Run) -> tuple[float, float]:
-    """Seconds, without those of the check; and by which share of it the loss of the last batch differs."""
+    """Returns the seconds of training, and the relative difference of the last batch's two losses."""
     trainer, steps, size = this_run.trainer, config.train.steps, config.train.batch_size
     started = time.perf_counter()
     trainer.fit(this_run.batches, steps - 1)
@@ -83,8 +91,8 @@ def _train(config: Config, this_run: Run) -> tuple[float, float]:
     return seconds + time.perf_counter() - started, abs(trained - evaluated) / abs(trained)
 
 
-def _others(config: Config) -> dict[str, float]:
-    """What the oracle and counting reach on the same held-out users."""
+def _baselines(config: Config) -> dict[str, float]:
+    """Returns the metrics of the oracle and of counting for the same held-out users."""
     data = SyntheticHistories(config).histories(None)
     popularity, bigram = count(data, data.shape.num_items, 0, config.train.steps * config.train.batch_size)
     guesses: dict[str, Guess] = {"oracle": HistoryOracle(data), "bigram": bigram, "popularity": popularity}
@@ -98,7 +106,7 @@ def _ranks(guesses: dict[str, Guess], data: HistoryData, num_users: int) -> dict
         batch = data.samples(HELD_OUT + first, min(USERS_AT_A_TIME, num_users - first))
         for name, guess in guesses.items():
             parts[name].append(ranks_of_targets(guess.scores(batch), batch))
-    return {name: torch.cat(of_name) for name, of_name in parts.items()}
+    return {name: torch.cat(ranks) for name, ranks in parts.items()}
 
 
 def _metrics(ranks: Tensor) -> dict[str, float]:

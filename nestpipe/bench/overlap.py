@@ -1,7 +1,7 @@
-"""`bench overlap`: what a frozen window leaves exposed when every exchange takes the same time, known in advance.
+"""`bench overlap`: what a frozen window leaves exposed if every exchange takes the same, known time.
 
-Two ranks. Each row exchange and gradient return takes T, empty or not; the dense part of a micro-batch is a sleep of
-more than twice that. Then only the first exchange and the last one can be seen: 2 T a step, whatever the number of
+On two ranks, each row exchange and gradient return takes a time T, empty or not. The dense part of a micro-batch sleeps
+for more than twice that. Then only the first and the last exchange are exposed: 2 T per step, for any number of
 micro-batches.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.pairs import spread
 from nestpipe.bench.harness.ranks import records_of_ranks
 from nestpipe.bench.harness.report import Record
@@ -33,7 +34,7 @@ SEED = 1
 NUM_RANKS = 2
 EXCHANGE_MS = 20.0
 DENSE_MS = 55.0
-"""of each micro-batch: at least 2.5 exchanges"""
+"""Dense time of each micro-batch: at least 2.5 exchanges."""
 NUM_SAMPLES = 64
 
 
@@ -51,8 +52,13 @@ def records(quick: bool) -> Iterator[Record]:
     yield from records_of_ranks(NUM_RANKS, _on_rank, QUICK if quick else Size())
 
 
+BENCHMARK = Benchmark(
+    "overlap", records, "What a frozen window leaves exposed of exchanges of known time, with 2 ranks on this machine."
+)
+
+
 class SlowChannel(Channel):
-    """Every exchange takes EXCHANGE_MS."""
+    """A channel on which every exchange takes EXCHANGE_MS."""
 
     def all_to_all(self, *arguments: Any) -> None:
         end = time.perf_counter() + EXCHANGE_MS / 1e3
@@ -88,9 +94,9 @@ def _measure(world: World, schedule: str, num_micro_batches: int, size: Size) ->
         for step in steps:
             _train(step, reducer)
     exposed = [step_value(times, "exposed_exchange_ms") for times in trace.steps[size.left_out :]]
-    both = torch.tensor(exposed, dtype=torch.float64)
-    world.control.all_reduce_sum(both)
-    of_steps = [float(total) / world.size for total in both]
+    totals = torch.tensor(exposed, dtype=torch.float64)
+    world.control.all_reduce_sum(totals)
+    exposed_ms = [float(total) / world.size for total in totals]
     return {
         "schedule": schedule,
         "num_micro_batches": num_micro_batches,
@@ -99,14 +105,14 @@ def _measure(world: World, schedule: str, num_micro_batches: int, size: Size) ->
         "seed": SEED,
         "exchange_ms": EXCHANGE_MS,
         "dense_ms_of_micro_batch": DENSE_MS,
-        "num_steps": len(of_steps),
-        "exposed_exchange_ms": statistics.median(of_steps),
-        **spread("exposed_over_two_exchanges", [ms / (2 * EXCHANGE_MS) for ms in of_steps]),
+        "num_steps": len(exposed_ms),
+        "exposed_exchange_ms": statistics.median(exposed_ms),
+        **spread("exposed_over_two_exchanges", [ms / (2 * EXCHANGE_MS) for ms in exposed_ms]),
     }
 
 
 def _batches(world: World) -> list[Batch]:
-    """One of them has so few keys that most micro-batches bring nothing that was not there: empty exchanges."""
+    """Makes two batches. One has so few keys that most of its micro-batches have empty exchanges."""
     generator = torch.Generator().manual_seed(SEED + world.rank)
     offsets = torch.arange(0, NUM_SAMPLES * 4 + 1, 4)
     keys = [torch.randint(high, (NUM_SAMPLES * 4,), generator=generator) for high in (1000, 4)]

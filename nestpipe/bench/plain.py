@@ -1,8 +1,8 @@
 """`bench plain`: our step on one rank, inter and serial, against a plain PyTorch loop with sparse `nn.Embedding`.
 
-All train the same model on the same batches from the same rows, one key for each table and sample; the first steps,
-before anything is timed, must give the same losses. A last loop does the dense part alone, on embeddings that are there
-already. What another loop takes longer than that is what its embeddings cost.
+All train the same model on the same batches from the same rows, with one key per table and sample. The first steps,
+which are not timed, must give the same losses. Another loop runs the dense part alone, on fixed embeddings. The
+difference to it is what the embeddings of a loop cost.
 """
 
 import itertools
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.keys import zipf_keys
 from nestpipe.bench.harness.pairs import spread, take_turns
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
@@ -25,11 +27,10 @@ from nestpipe.pipelining.pipeline import make_store, pipeline
 
 SEED = 1
 TABLE_SIZES = (250_000,) * 2 + (100_000,) * 4 + (5_000,) * 20
-"""Rows of the 26 tables, a million in all: a few large ones and many small ones, as in advertising data."""
+"""Rows of the 26 tables, a million in total: a few large tables and many small ones, as in advertising data."""
 DIM = 64
 HIDDEN = 256
 BATCH_SIZE = 4096
-SKEW = 1.05
 NUM_BATCHES = 16
 STEPS_A_ROUND = 4
 NUM_ROUNDS = 21
@@ -38,7 +39,7 @@ WARM_UP_STEPS = 4
 
 @dataclass(frozen=True)
 class Method:
-    """A row optimizer, and the plain optimizer of the same formula."""
+    """A row optimizer, and the torch optimizer with the same formula."""
 
     name: str
     ours: Callable[[], RowOptimizer]
@@ -58,15 +59,13 @@ def records(quick: bool) -> Iterator[Record]:
         yield _compare(method, sizes, BATCH_SIZE // scale, 3 if quick else NUM_ROUNDS)
 
 
-def zipf_keys(num_keys: int, shape: tuple[int, ...], generator: np.random.Generator) -> Tensor:
-    """Keys 0 .. num_keys - 1, the r-th most frequent with probability proportional to r^-SKEW, shuffled."""
-    weights = np.cumsum(np.arange(1, num_keys + 1, dtype=np.float64) ** -SKEW)
-    drawn = np.searchsorted(weights, generator.random(shape) * weights[-1])
-    return torch.from_numpy(generator.permutation(num_keys)[drawn])
+BENCHMARK = Benchmark(
+    "plain", records, "Steps of one rank, inter and serial, against a plain PyTorch loop with sparse embeddings."
+)
 
 
 class Dense(nn.Module):
-    """The model behind the embeddings: loss sum of a batch."""
+    """The model on top of the embeddings. Returns the loss sum of a batch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Dense(nn.Module):
 
 
 class Loop:
-    """Trains step by step, for ever over the same batches."""
+    """Trains step by step, repeating the same batches."""
 
     def __init__(self, width: int) -> None:
         self.dense = Dense(width)
@@ -95,6 +94,8 @@ class Loop:
 
 
 class DenseLoop(Loop):
+    """Trains the dense part alone, on fixed embeddings."""
+
     def __init__(self, width: int, labels: list[Tensor]) -> None:
         super().__init__(width)
         self.embedded = torch.randn(len(labels[0]), width).mul_(0.02).requires_grad_()
@@ -110,6 +111,8 @@ class DenseLoop(Loop):
 
 
 class PlainLoop(Loop):
+    """Trains with `nn.Embedding` and torch's sparse optimizers."""
+
     def __init__(self, method: Method, rows: list[Tensor], keys: list[Tensor], labels: list[Tensor]) -> None:
         super().__init__(len(rows) * DIM)
         embeddings = [nn.Embedding.from_pretrained(r, freeze=False, sparse=True) for r in rows]
@@ -119,7 +122,7 @@ class PlainLoop(Loop):
 
     def step(self) -> float:
         keys, labels = next(self.batches)
-        embedded = [embedding(of_table) for embedding, of_table in zip(self.embeddings, keys, strict=True)]
+        embedded = [embedding(column) for embedding, column in zip(self.embeddings, keys, strict=True)]
         loss = self.dense(torch.cat(embedded, dim=1), labels) / len(labels)
         loss.backward()
         self.optimizer.step()
@@ -130,7 +133,7 @@ class PlainLoop(Loop):
 
 
 class OurLoop(Loop):
-    """A loop of one's own, as in examples/own_model.py; a single rank has nothing to reduce."""
+    """Trains with a pipeline in a custom loop, as in examples/own_model.py. One rank has nothing to reduce."""
 
     def __init__(
         self, method: Method, schedule: str, sizes: list[int], keys: list[Tensor], labels: list[Tensor]
@@ -140,7 +143,7 @@ class OurLoop(Loop):
         self.tables = [Table(name, DIM, optimizer=method.ours()) for name in names]
         features: dict[str, Feature] = {table.name: Pooled(table) for table in self.tables}
         batches = [
-            Batch({name: Jagged.one_each(of_table) for name, of_table in zip(names, k, strict=True)}, {"label": label})
+            Batch({name: Jagged.one_each(column) for name, column in zip(names, k, strict=True)}, {"label": label})
             for k, label in zip(keys, labels, strict=True)
         ]
         self.store = make_store(tables_of(features), SEED, num_threads=1)
@@ -150,7 +153,7 @@ class OurLoop(Loop):
         )
 
     def _create_rows(self, table: Table, num_rows: int) -> Tensor:
-        """Writes the table's initial rows to the store: a plain table has all its rows from the beginning, too."""
+        """Writes the table's initial rows to the store, as `nn.Embedding` has all its rows from the beginning."""
         keys = torch.arange(num_rows)
         records = self.store.gather(table.name, keys).records
         self.store.scatter(table.name, keys, records, step=0)
@@ -171,14 +174,14 @@ def _compare(method: Method, sizes: list[int], batch_size: int, num_rounds: int)
     torch.set_num_threads(1)
     generator = np.random.default_rng(SEED)
     drawn = [zipf_keys(size, (NUM_BATCHES, batch_size), generator) for size in sizes]
-    keys = list(torch.stack(drawn, dim=1))  # a [tables, samples] tensor for each batch
+    keys = list(torch.stack(drawn, dim=1))  # one [tables, samples] tensor per batch
     labels = [torch.from_numpy(generator.integers(2, size=batch_size)).float() for _ in keys]
     inter, serial = (OurLoop(method, schedule, sizes, keys, labels) for schedule in ("inter", "serial"))
     plain = PlainLoop(method, inter.rows, keys, labels)
     dense = DenseLoop(len(sizes) * DIM, labels)
     _check_same_training(inter, serial, plain)
     seconds = take_turns([plain.round, inter.round, serial.round, dense.round], num_rounds)
-    plain_s, inter_s, serial_s, dense_s = ([s / STEPS_A_ROUND for s in of_loop] for of_loop in seconds)
+    plain_s, inter_s, serial_s, dense_s = ([s / STEPS_A_ROUND for s in rounds] for rounds in seconds)
 
     def embedding_speed(ours: list[float]) -> list[float]:
         return [(p - d) / (o - d) for p, o, d in zip(plain_s, ours, dense_s, strict=True)]
@@ -206,7 +209,7 @@ def _compare(method: Method, sizes: list[int], batch_size: int, num_rounds: int)
 
 
 def _check_same_training(*loops: Loop) -> None:
-    """Refuses loops whose losses differ: one that does less than the others would win."""
+    """Raises RuntimeError if losses differ: a loop that does less work than the others would win."""
     for number in range(WARM_UP_STEPS):
         losses = [loop.step() for loop in loops]
         if not all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses):

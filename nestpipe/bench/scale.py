@@ -1,8 +1,8 @@
 """`bench scale`: the host's work for one rank's step, in worlds of up to 1,536 ranks and with up to 200 tables.
 
-One rank does its own work; the others are emulated by a channel that answers with what was sent, arranged so that every
-owned key is asked for by two ranks. A rank has the same number of distinct keys in every case, so what grows is what
-depends on ranks and tables. The channel's own time does not count. One thread.
+One rank does its own work. A channel emulates the others: it returns what was sent, arranged so that two ranks request
+every owned key. A rank has the same number of distinct keys in every case, so only costs that depend on ranks or tables
+grow. The time spent in the channel does not count. The rank has one thread.
 """
 
 import statistics
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.pairs import alternate, one_thread, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel
@@ -30,10 +31,10 @@ from nestpipe.embedding.table import Feature, Pooled, Table
 DIM = 64
 SEED = 1
 NUM_KEYS = 40_000
-"""distinct keys of a rank's batch"""
+"""Distinct keys of a rank's batch."""
 NUM_SAMPLES = 400
 USES_A_KEY = 2
-"""occurrences of each key in the batch"""
+"""Occurrences of each key in the batch."""
 RANKS = (2, 16, 128, 1024, 1536)
 TABLES = (1, 26, 200)
 MICRO_BATCHES = (1, 8)
@@ -49,16 +50,16 @@ class Case:
 
 
 class EchoChannel:
-    """Answers with what was sent. Ranks 2 i and 2 i + 1 ask this rank for the keys that it asks rank 2 i for."""
+    """Returns what was sent. Ranks 2 i and 2 i + 1 request from this rank the keys that it requests from rank 2 i."""
 
     rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.seconds = 0.0
-        """spent in here"""
+        """Time spent in this channel."""
         self.own_keys = torch.empty(0, dtype=torch.uint8)
-        """message of the keys that this rank owns itself, which it does not send"""
+        """Message of the keys that this rank owns itself, which it does not send."""
         self._pairs = torch.arange(size) // 2 * 2
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
@@ -76,33 +77,26 @@ class EchoChannel:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         began = time.perf_counter()
+        self._answer(message, send_bytes, received)
+        self.seconds += time.perf_counter() - began
+        meanwhile()
+
+    def _answer(self, message: Tensor, send_bytes: list[int], received: Tensor) -> None:
         parts = list(message.split(send_bytes))
         parts[0] = self.own_keys
         torch.cat([parts[pair] for pair in self._pairs[1:].tolist()], out=received)
-        self.seconds += time.perf_counter() - began
-        meanwhile()
 
     def raise_agreed(self, error: Exception | None, failed: list[int]) -> NoReturn:
         raise RuntimeError(f"ranks {failed} failed: {error}")
 
 
 class RowChannel(EchoChannel):
-    """Answers with what was sent, as far as it goes: which rows arrive does not matter."""
+    """Returns what was sent, cut or padded with zeros: it does not matter which rows arrive."""
 
-    def all_to_all(
-        self,
-        message: Tensor,
-        send_bytes: list[int],
-        received: Tensor,
-        receive_bytes: list[int],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        began = time.perf_counter()
+    def _answer(self, message: Tensor, send_bytes: list[int], received: Tensor) -> None:
         size = min(len(message), len(received))
         received[:size] = message[:size]
         received[size:] = 0
-        self.seconds += time.perf_counter() - began
-        meanwhile()
 
 
 def make_features(num_tables: int) -> dict[str, Feature]:
@@ -111,7 +105,7 @@ def make_features(num_tables: int) -> dict[str, Feature]:
 
 
 def make_batch(num_tables: int, num_keys: int) -> Batch:
-    """Each table has an equal share of the distinct keys, each of which occurs in two samples."""
+    """Makes a batch in which every table has an equal share of the distinct keys, and every key occurs twice."""
     generator = torch.Generator().manual_seed(SEED)
     keys = {}
     for t, share in enumerate(torch.arange(num_keys).tensor_split(num_tables)):
@@ -123,7 +117,7 @@ def make_batch(num_tables: int, num_keys: int) -> Batch:
 
 
 class Rank:
-    """One rank's step in a world of this size, up to the sums of gradients."""
+    """One rank's step in a world of this size, up to the sum of gradients."""
 
     def __init__(self, case: Case, features: FeatureGroups, batch: Batch) -> None:
         self.case = case
@@ -139,7 +133,7 @@ class Rank:
         route = self._exchange.route(keys, features)
         assert route is not None
         owned = route.owned[0]
-        assert 2 * len(owned.keys) == len(owned.slots), "every owned key is asked for by two ranks"
+        assert 2 * len(owned.keys) == len(owned.slots), "two ranks request every owned key"
         self._resident = [RecordMemory(self._memory).reserve(group) for group in route.owned]
         for rows in self._resident:
             rows.records.normal_()
@@ -175,14 +169,14 @@ class Rank:
 
 
 def _own_message(batch: BatchDedup) -> Tensor:
-    """The keys that rank 0 owns itself, as a message would have them."""
+    """Returns the keys that rank 0 owns itself, in the form of a message."""
     group = batch.groups[0]
     own = slice(int(group.counts[0].sum()))
     return torch.cat([group.keys[own].view(torch.uint8), group.uses[own].flatten()])
 
 
 class _Timed:
-    """Measures a block, without the time that the channel takes."""
+    """Times a block, without the time spent in channels."""
 
     def __init__(self, times: dict[str, float], name: str, channels: Sequence[EchoChannel]) -> None:
         self._times, self._name, self._channels = times, name, channels
@@ -198,12 +192,13 @@ class _Timed:
 
 
 def records(quick: bool) -> Iterator[Record]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         yield from _records(quick)
-    finally:
-        torch.set_num_threads(threads)
+
+
+BENCHMARK = Benchmark(
+    "scale", records, "The host's work for one rank's step in worlds of up to 1,536 ranks, with up to 200 tables."
+)
 
 
 def _records(quick: bool) -> Iterator[Record]:
@@ -211,19 +206,14 @@ def _records(quick: bool) -> Iterator[Record]:
     batches = {t: make_batch(t, num_keys) for t in tables}
     features = {t: group_features(make_features(t)) for t in tables}
     cases = [Case(r, t, n) for n in MICRO_BATCHES for t in tables for r in ranks]
-    made = {case: Rank(case, features[case.tables], batches[case.tables]) for case in cases}
-    rounds: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
-    for number in range((2 if quick else NUM_ROUNDS) + 1):  # the first round warms up
-        for case in cases if number % 2 == 0 else cases[::-1]:
-            times = made[case].step()
-            if number > 0:
-                rounds[case].append(times)
+    steps = {case: Rank(case, features[case.tables], batches[case.tables]).step for case in cases}
+    rounds = alternate(steps, 2 if quick else NUM_ROUNDS)
     for case in cases:
         yield _record(case, rounds, num_keys)
 
 
 def _record(case: Case, rounds: dict[Case, list[dict[str, float]]], num_keys: int) -> Record:
-    totals = {c: [sum(times.values()) for times in of_case] for c, of_case in rounds.items()}
+    totals = {c: [sum(stages.values()) for stages in times] for c, times in rounds.items()}
     record: dict[str, float] = {
         "ranks": case.ranks,
         "tables": case.tables,

@@ -1,4 +1,4 @@
-"""`bench store`: the host store against torch's positional operations on a tensor with the same page advice."""
+"""`bench store`: the host store against torch's operations by position, on a tensor with the same page advice."""
 
 import mmap
 import statistics
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.keys import zipf_ranks
 from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
 from nestpipe.bench.harness.pairs import compare
 from nestpipe.bench.harness.report import Record
@@ -25,11 +27,16 @@ def records(quick: bool) -> Iterator[Record]:
     num_pairs = 3 if quick else NUM_PAIRS
     for dim, ranks in ((64, 1), (128, 1), (64, 8)):
         yield from _gather_and_scatter(4 * MEGA // scale, dim, ranks, KEYS_A_CALL // scale, num_pairs)
-    for name, keys in (("zipf_1.05", zipf_keys(MEGA // scale)), ("random", random_keys(MEGA // scale))):
+    for name, keys in (("zipf_1.05", spread_zipf_keys(MEGA // scale)), ("random", random_keys(MEGA // scale))):
         for threads in (1, 2):
             yield _unique(name, keys, threads, num_pairs)
     yield _growth(MEGA // scale, 20 * MEGA // scale, 32, KEYS_A_CALL // scale, num_pairs)
     yield in_fresh_process(_overhead, MEGA // scale, 16)
+
+
+BENCHMARK = Benchmark(
+    "store", records, "The host store against torch: gather, scatter, unique, memory per row, and growth."
+)
 
 
 def random_keys(num_keys: int) -> Tensor:
@@ -38,7 +45,7 @@ def random_keys(num_keys: int) -> Tensor:
 
 
 def owned_keys(num_keys: int, ranks: int) -> Tensor:
-    """Random keys that the last of the ranks owns."""
+    """Returns random keys that the last rank owns."""
     if ranks == 1:
         return random_keys(num_keys)
     keys = random_keys(num_keys * ranks * 21 // 20)
@@ -46,24 +53,23 @@ def owned_keys(num_keys: int, ranks: int) -> Tensor:
     return keys[order[-int(counts[-1]) :]][:num_keys].contiguous()
 
 
-def zipf_keys(num_keys: int, skew: float = 1.05, num_ranks: int = 10 * MEGA) -> Tensor:
-    """Key of rank r with probability proportional to r^-skew; ranks spread over all int64 values."""
-    weights = np.cumsum(np.arange(1, num_ranks + 1, dtype=np.float64) ** -skew)
-    drawn = np.searchsorted(weights, np.random.default_rng(SEED).random(num_keys) * weights[-1])
-    return torch.from_numpy(drawn.astype(np.int64) * 0x9E3779B97F4A7C1)
+def spread_zipf_keys(num_keys: int) -> Tensor:
+    """Returns Zipf-distributed keys, spread over all int64 values."""
+    drawn = zipf_ranks(10 * MEGA, num_keys, np.random.default_rng(SEED))
+    return torch.from_numpy(drawn * 0x9E3779B97F4A7C1)
 
 
 def _huge_page_tensor(num_rows: int, dim: int) -> Tensor:
-    """A float32 tensor with the advice the store gives its own memory, every page touched."""
+    """Returns a float32 tensor with the page advice that the store gives its own memory. Every page is touched."""
     memory = mmap.mmap(-1, num_rows * dim * 4)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, dim).fill_(1.0)
 
 
 class _Both:
-    """The same rows in a store and in a tensor; key i is row i of the tensor.
+    """The same rows in a store and in a tensor: those of `keys[i]` are row i of the tensor.
 
-    With several ranks, the keys are those that one of them owns.
+    With several ranks, one of them owns all keys.
     """
 
     def __init__(self, num_rows: int, dim: int, keys_a_call: int, ranks: int = 1) -> None:
@@ -83,7 +89,7 @@ class _Both:
         self.store.num_threads = threads
 
     def draw(self) -> None:
-        """Positions at random, with repeats."""
+        """Draws random positions, with repeats."""
         self.positions = torch.from_numpy(self.generator.integers(len(self.keys), size=len(self.out)))
         self.call_keys = self.keys[self.positions]
 
@@ -146,7 +152,7 @@ def _unique(name: str, keys: Tensor, threads: int, num_pairs: int) -> Record:
 
 
 def _growth(few_rows: int, many_rows: int, dim: int, keys_a_call: int, num_pairs: int) -> Record:
-    """How much more a gather slows down than index_select when the table is twenty times larger."""
+    """Compares how much gather and index_select slow down if the table is twenty times larger."""
     few, many = _Both(few_rows, dim, keys_a_call), _Both(many_rows, dim, keys_a_call)
     few.use_threads(1)
     many.use_threads(1)
@@ -167,7 +173,7 @@ def _growth(few_rows: int, many_rows: int, dim: int, keys_a_call: int, num_pairs
 
 
 def _overhead(step_rows: int, num_steps: int, dim: int = 16) -> Record:
-    """Resident bytes a row beyond row and state, the mean over 1, 2, ... num_steps times step_rows rows."""
+    """Measures resident bytes per row beyond row and state: the mean over 1, 2, ... num_steps times step_rows rows."""
     keys, rows = random_keys(step_rows * num_steps), torch.ones(step_rows, dim)
     store = HostStore(num_threads=2)
     store.create_table(TableSpec(TABLE, dim))

@@ -1,4 +1,4 @@
-"""`nestpipe evaluate`: a saved model on held-out samples."""
+"""`nestpipe evaluate`: evaluates a saved model on held-out samples."""
 
 import json
 import os
@@ -20,17 +20,18 @@ from nestpipe.train.checkpoint import CheckpointError, find_checkpoint, read_rec
 
 def evaluate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="The checkpoint.dir of a run, or a folder with one checkpoint in it.")
+        Path, typer.Argument(help="The checkpoint.dir of a run, or a folder that holds one checkpoint.")
     ],
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the saved recipe.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Processes to start; must be as many as saved it, the default.")
+        int | None,
+        typer.Option("--ranks", min=1, help="Processes to start: as many as saved the model, which is the default."),
     ] = None,
     path: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
 ) -> None:
-    """Evaluate a saved model, as the end of its training does. The recipe is saved with the model."""
+    """Evaluate a saved model as at the end of its training, by the recipe saved with it."""
     try:
         checkpoint = find_checkpoint(checkpoint)
         recipe, num_saved = read_recipe(checkpoint)

@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, and seeing that all of them end."""
+"""Starts the ranks of a run on this machine, and makes sure that all of them end."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from nestpipe.distributed.monitor import FAILED, lines_of
 from nestpipe.distributed.sockets import FILES_OF_A_STORE, reserve_files
 
 GRACE_SECONDS = 10.0
-"""how long ranks may go on after one has failed, or after Ctrl-C: they hear of it and say so themselves"""
+"""Time that ranks have to end after one has failed, or after Ctrl-C. They learn of it and report it themselves."""
 
 
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"nestpipe: {error}", file=sys.stderr)
         return 1
-    # Kept here, not by rank 0: the text of a failure can be read whichever rank has died.
+    # This process holds the store, not rank 0, so the text of a failure can be read whichever rank has died.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [_start(rank, num_ranks, store.port, arguments) for rank in range(num_ranks)]
     interrupted = False
@@ -55,24 +55,24 @@ def _start(rank: int, num_ranks: int, port: int, arguments: Sequence[str]) -> su
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for: the store is somebody else's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that another process holds the store
     }
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost peer means is said by us
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the ranks report a lost peer themselves
     command = [sys.executable, "-m", "nestpipe", *arguments]
-    # A session of its own: Ctrl-C reaches the ranks through us, once. If this process dies, so do they.
+    # In their own session, ranks receive Ctrl-C once, from this process. If it dies, they die too.
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float | None = None) -> None:
-    """Until all have ended, or until the deadline; without one, until a rank has failed."""
-    while None in (codes := [rank.poll() for rank in ranks]):  # of every rank: the first may never end
+    """Waits until all ranks have ended, or until the deadline; without a deadline, until a rank has failed."""
+    while None in (codes := [rank.poll() for rank in ranks]):  # polls every rank, as the first may never end
         if time.monotonic() > deadline if deadline is not None else any(codes):
             return
         time.sleep(0.05)
 
 
 def _report(store: TCPStore, ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Tells the ranks that one has ended badly, unless it has said so itself: they may not have met it yet."""
+    """Tells the other ranks about ranks that failed without a report: they may not be connected to them yet."""
     watched = PrefixStore(prefix_of(1), store)
     ended = {number: _ending(rank.returncode) for number, rank in enumerate(ranks) if rank.poll()}
     if ended and not (watched.check([FAILED]) and watched.get(FAILED)):
@@ -88,6 +88,6 @@ def _ending(code: int) -> str:
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for number, rank in enumerate(ranks):
         if rank.poll() is None:
-            print(f"nestpipe: rank {number} does not end by itself; it is killed", file=sys.stderr)
+            print(f"nestpipe: rank {number} did not end in time and is killed", file=sys.stderr)
             rank.kill()
         rank.wait()

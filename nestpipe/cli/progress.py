@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, lines elsewhere."""
+"""Shows the progress of a run: a bar on a terminal, lines elsewhere."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from nestpipe.train.trainer import FitResult
 
 @contextmanager
 def show_progress(num_steps: int, every: int, console: Console) -> Iterator[AfterStep]:
-    """What to call after each step, with the result so far."""
+    """Yields a function to call after each step with the result so far."""
     if not console.is_terminal:
         yield _Lines(num_steps, every, console)
         return
@@ -33,6 +33,8 @@ def show_progress(num_steps: int, every: int, console: Console) -> Iterator[Afte
 
 
 class _Lines:
+    """Prints a line every few steps."""
+
     def __init__(self, num_steps: int, every: int, console: Console) -> None:
         self._num_steps = num_steps
         self._every = every
@@ -55,7 +57,7 @@ class _Lines:
 
 
 class _Validations:
-    """A line for each that is new."""
+    """Prints a line for each new evaluation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -70,11 +72,11 @@ class _Validations:
 
 
 def _is_shown(name: str) -> bool:
-    """Not counts, nor what the data knows: they are the same each time."""
+    """Returns whether a metric is printed. Counts and ceilings are not, as they never change."""
     return not (name == "step" or name.startswith("num_") or name.endswith("_ceiling"))
 
 
 def _recent_loss(result: FitResult) -> float:
-    """The mean of the last ten steps: single batches scatter."""
+    """Returns the mean of the last ten steps, as losses of single batches scatter."""
     recent = result.losses[-10:]
-    return sum(recent) / len(recent) if recent else math.nan  # a device tells them two steps late
+    return sum(recent) / len(recent) if recent else math.nan  # losses arrive from a device two steps late

@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""Prints the summary of a run, and the result of an evaluation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +13,15 @@ MEANINGS = {
     "dense_ms": "dense compute",
     "row_update_ms": "row optimizer",
     "exposed_lookup_ms": "route, retrieve, write-back",
-    "exposed_exchange_ms": "rows out, gradients back",
+    "exposed_exchange_ms": "row exchange, gradient return",
     "exposed_input_ms": "reading and dedup",
     "exposed_reduce_ms": "dense all-reduce",
-    "other_ms": "progress and the like",
+    "other_ms": "other named work",
     "unattributed_ms": "not accounted for",
 }
 SKIPPED = {"files": "files that cannot be opened", "groups": "row groups that cannot be read", "rows": "rows"}
 SPLITS = {"test": "", "validation": ", not the test: nestpipe evaluate FOLDER --set evaluate.split=test"}
-"""of prepared data, and how to evaluate on the other one"""
+"""Splits of prepared data, and how to evaluate on the test."""
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -42,7 +42,7 @@ def show_evaluation(result: Summary, console: Console) -> None:
 
 
 def _show_metrics(result: Summary, console: Console) -> None:
-    """A column for each thing to compare with that there is."""
+    """Prints the metrics, with a column for each reference to compare with."""
     metrics, published = result["metrics"], result["published"]
     if result["split"] is not None:
         line = f"evaluated on the {result['split']}{SPLITS[result['split']]}"
@@ -54,8 +54,8 @@ def _show_metrics(result: Summary, console: Console) -> None:
         names = {"auc": "AUC", "normalised_entropy": "normalised entropy", "log_loss": "log loss"}
         columns = {"model": metrics}
         if "auc_ceiling" in metrics:
-            columns["the generator's own probability"] = {f: metrics[f"{f}_ceiling"] for f in names}
-        columns["knowing nothing"] = {"auc": 0.5, "normalised_entropy": 1.0}
+            columns["true probability of the generator"] = {f: metrics[f"{f}_ceiling"] for f in names}
+        columns["always predicting the mean"] = {"auc": 0.5, "normalised_entropy": 1.0}
     if published:
         columns["published, on the published data"] = published
     title = f"{metrics['num_samples']:,} held-out samples"
@@ -64,10 +64,10 @@ def _show_metrics(result: Summary, console: Console) -> None:
 
 
 def _show_skipped(skipped: dict[str, dict[str, Any]], console: Console) -> None:
-    for what, found in skipped.items():
-        counts = ", ".join(f"{found[f'num_{kind}']:,} {name}" for kind, name in SKIPPED.items())
-        console.print(f"left out of the data for {what}: {counts}", highlight=False, soft_wrap=True)
-        for example in found["examples"]:
+    for purpose, parts in skipped.items():
+        counts = ", ".join(f"{parts[f'num_{kind}']:,} {name}" for kind, name in SKIPPED.items())
+        console.print(f"left out of the data for {purpose}: {counts}", highlight=False, soft_wrap=True)
+        for example in parts["examples"]:
             console.print(f"  {example}", highlight=False, soft_wrap=True, markup=False)
 
 
@@ -79,7 +79,7 @@ def _show_time(summary: Summary, console: Console) -> None:
         share = summary[field] / step if step > 0 else 0.0
         rows.append((MEANINGS[field], f"{summary[field]:.2f}", f"{low:.2f} .. {high:.2f}", f"{share:.1%}"))
     rows.append(("step (slowest rank)", f"{step:.2f}", "", f"{summary['samples_per_second']:,.0f} samples/s"))
-    console.print(_table(None, ("time of a step", "ms", "least and most of a rank", "share"), rows))
+    console.print(_table(None, ("step time", "ms", "min .. max over ranks", "share"), rows))
 
 
 def _show_memory(summary: Summary, console: Console) -> None:
@@ -101,13 +101,13 @@ def _show_device_memory(memory: dict[str, int | None], console: Console) -> None
     named = {
         "formula": "device memory of embeddings, by the formula",
         "peak": "device memory of embeddings, at most",
-        "host_staging": "pinned host memory beside it",
-        "whole_device_peak": "device memory of all, at most",
+        "host_staging": "pinned host memory",
+        "whole_device_peak": "device memory in total, at most",
     }
     terms = [(f"  {name}", f"{size:,.2f}") for name, size in sizes.items() if name not in named]
     rows = {name: (text, f"{sizes[name]:,.2f}") for name, text in named.items() if name in sizes}
     first = [rows.pop("formula")] if "formula" in rows else []
-    console.print(_table(None, ("of the rank that needs most", "MB"), [*first, *terms, *rows.values()]))
+    console.print(_table(None, ("rank that needs most", "MB"), [*first, *terms, *rows.values()]))
 
 
 def _memory_row(name: str, table: dict[str, int]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One rank of a command: its world, its errors as one line, its exit code."""
+"""Runs a command on one rank: makes its world, prints errors as one line, and sets the exit code."""
 
 import os
 import sys
@@ -17,13 +17,13 @@ from nestpipe.store.cores import usable_cores
 from nestpipe.train.checkpoint import CheckpointError
 
 EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError, OSError, MemoryError)
-"""Errors whose text says it all; any other is shown with its traceback."""
+"""Errors whose text is enough. Any other is shown with its traceback."""
 
 
 def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Summary | None:
-    """Calls it with the resolved config and the world; its result on rank 0, None on the others."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    config = config.resolved(ranks_here, usable_cores())
+    """Calls `work` with the resolved config and the world. Returns its result on rank 0, None on the others."""
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    config = config.resolved(num_local_ranks, usable_cores())
     assert config.runtime.device is not None
     section = config.distributed
     try:
@@ -32,7 +32,7 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
         )
     except ValueError as error:
         raise failed(error, 2) from None
-    except (RankError, OSError) as error:  # the ranks have not found each other
+    except (RankError, OSError) as error:  # the ranks could not connect
         raise failed(RuntimeError(f"rank {os.environ.get('RANK', '0')}: {error}"), 1) from None
     except KeyboardInterrupt:
         raise failed(RuntimeError("interrupted (Ctrl-C) at the start"), 130) from None
@@ -50,7 +50,7 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
 
 
 def _ended(code: typer.Exit, world: World) -> typer.Exit:
-    """After ranks were lost the process ends here: whatever waits for them, on a device too, must not keep it."""
+    """Ends the process at once if ranks were lost: threads or kernels that wait for them must not keep it alive."""
     if world.watch.failure is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -59,6 +59,7 @@ def _ended(code: typer.Exit, world: World) -> typer.Exit:
 
 
 def failed(error: Exception, code: int, world: World | None = None) -> typer.Exit:
+    """Prints the error with rank and stage. Returns the exception that exits with the code."""
     rank = f"rank {world.rank}: " if world is not None and world.size > 1 else ""
     says_where = isinstance(error, RankError | NonFiniteError)
     where = f"{world.watch.where}: " if world is not None and not says_where else ""
@@ -70,6 +71,6 @@ def failed(error: Exception, code: int, world: World | None = None) -> typer.Exi
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Before the run, not after it."""
+    """Raises ConfigError for a path that cannot be written: before the run, not after it."""
     if path is not None and (not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise ConfigError(f"{path} of {option} cannot be written; give a file in a folder that exists")

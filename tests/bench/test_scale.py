@@ -1,4 +1,4 @@
-"""`bench scale`, quickly: which cases it measures, and what it says of each."""
+"""`bench scale --quick`: its cases, and the fields of each."""
 
 import pytest
 import torch
@@ -22,18 +22,18 @@ def _threads():
 
 
 def test_fields_and_cases() -> None:
-    """Fails if a growth is given for other cases than the ends of its line, or a stage is left out of host_ms."""
-    found = list(records(quick=True))
-    cases = {(r["ranks"], r["tables"], r["num_micro_batches"]) for r in found}
-    assert len(cases) == len(found)
+    """Fails if a growth is given for other cases than its target is for, or a stage is left out of host_ms."""
+    made = list(records(quick=True))
+    cases = {(r["ranks"], r["tables"], r["num_micro_batches"]) for r in made}
+    assert len(cases) == len(made)
     assert cases == {(r, t, n) for r in (2, 16, 1536) for t in (1, 200) for n in (1, 8)}
-    for record in found:
+    for record in made:
         expected = ALWAYS | STAGES
         expected |= fields_of("host_growth") if record["ranks"] == 1536 else set()
         expected |= fields_of("table_growth") if (record["ranks"], record["tables"]) == (16, 200) else set()
         assert record.keys() == expected
         assert min(record[name] for name in STAGES) > 0
-        assert 0.5 < sum(record[name] for name in STAGES) / record["host_ms"] < 2  # of few rounds, each a median
+        assert 0.5 < sum(record[name] for name in STAGES) / record["host_ms"] < 2  # medians of few rounds
         for name in ("host_growth", "table_growth"):
             if name in record:
                 assert record[f"{name}_low"] <= record[name] <= record[f"{name}_high"]
@@ -53,8 +53,8 @@ def test_growth_compares_a_case_with_16_ranks_and_with_one_table() -> None:
     assert not any(name in by_case[2, 1] or name in by_case[16, 1] for name in ("host_growth", "table_growth"))
 
 
-def test_every_owned_key_is_asked_for_twice() -> None:
-    """And a rank owns as many keys as it asks for, whatever the ranks: what grows is not the work with rows."""
+def test_two_ranks_request_every_owned_key() -> None:
+    """For any number of ranks a rank owns half as many keys as it requests, so the work with rows does not grow."""
     features = scale.group_features(scale.make_features(3))
     batch = scale.make_batch(3, 600)
     for ranks in (2, 16):

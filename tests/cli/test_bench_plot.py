@@ -1,36 +1,39 @@
 """`--plot` of `bench consistency` and `bench redraw`, without training."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from nestpipe.bench import store
 from nestpipe.bench.consistency import run
 from nestpipe.bench.consistency.figures import plot, table
 from nestpipe.bench.harness.report import Record
-from nestpipe.cli.bench import app
+from nestpipe.cli.bench import make_app
 from tests.bench.consistency.test_figures import whole_run
+
+runs: list[bool] = []
+"""`quick` of every run of the benchmark, whose records are made up."""
+
+
+def records(quick: bool) -> Iterator[Record]:
+    runs.append(quick)
+    yield from whole_run()
 
 
 def call(*arguments: object) -> Result:
+    app = make_app([replace(run.BENCHMARK, records=records), store.BENCHMARK])
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A bench of made-up records; how often it ran."""
-    started: list[bool] = []
-
-    def records(quick: bool) -> Iterator[Record]:
-        started.append(quick)
-        yield from whole_run()
-
-    monkeypatch.setattr(run, "records", records)
-    return started
+@pytest.fixture(autouse=True)
+def _no_runs() -> None:
+    runs.clear()
 
 
-def test_plot_is_written_after_the_run_and_drawn_again(tmp_path: Path, runs: list[bool]) -> None:
+def test_plot_is_written_after_the_run_and_drawn_again(tmp_path: Path) -> None:
     json, first, second = (tmp_path / name for name in ("x.json", "first.svg", "second.svg"))
     done = call("consistency", "--quick", "--json", json, "--plot", first)
     assert done.exit_code == 0, done.output
@@ -42,14 +45,14 @@ def test_plot_is_written_after_the_run_and_drawn_again(tmp_path: Path, runs: lis
     assert runs == [True]
 
 
-def test_without_plot_nothing_is_drawn(tmp_path: Path, runs: list[bool]) -> None:
+def test_without_plot_nothing_is_drawn(tmp_path: Path) -> None:
     assert call("consistency", "--quick", "--json", tmp_path / "x.json").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     assert runs == [True]
 
 
-def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, runs: list[bool]) -> None:
-    """Fails if the file is tried only when the records are there."""
+def test_a_plot_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    """Fails if the file is checked only after the measurement."""
     json = tmp_path / "x.json"
     for file, text in (
         (tmp_path / "missing" / "x.svg", "of --plot does not exist"),

@@ -1,4 +1,4 @@
-"""The command line as a user calls it."""
+"""Version, help, mistakes, and quick runs of benchmarks, as a user calls them."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 
 def quick_records(name: str, folder: Path) -> list[dict]:
-    """Of a quick run. Every target must find a record that it is meant for, met or not."""
+    """Returns the records of a quick run. Every target must apply to a record, met or not."""
     path = folder / f"{name}.json"
     done = run("bench", name, "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_bench_store_quick(tmp_path: Path) -> None:
 def test_bench_schedules_quick(tmp_path: Path) -> None:
     records = quick_records("schedules", tmp_path)
     traffic = {r["overlap"]: r["host_traffic_vs_serial"] for r in records if "host_traffic_vs_serial" in r}
-    assert traffic == {0.0: 1.0, 0.6: pytest.approx(0.4, abs=0.01), 1.0: 0.0}  # bytes: exact even in a quick run
+    assert traffic == {0.0: 1.0, 0.6: pytest.approx(0.4, abs=0.01), 1.0: 0.0}  # bytes are exact even in a quick run
     small = [(r["num_tables"], r["batch_size"]) for r in records if "small_batch_overhead" in r]
     assert small == [(26, 64), (26, 256), (26, 2048)]
 
@@ -76,7 +76,7 @@ def test_bench_consistency_quick(tmp_path: Path) -> None:
         ("nested", True),
     ]
     assert [r.get("equals_serial") for r in records] == [1, 1, 1, 1, None]
-    assert len({r["digest"] for r in records}) == 2  # stale rows are another run
+    assert len({r["digest"] for r in records}) == 2  # stale rows give another digest
     assert not find_misses(load_targets("consistency"), records)
 
 

@@ -1,7 +1,7 @@
-"""`nestpipe evaluate`: the numbers of the end of the training that saved the model, and what it says otherwise.
+"""`nestpipe evaluate`: gives the metrics of the training run that saved the model, and refuses mistakes.
 
 Fails, for example, if evaluate_saved does not load the checkpoint, if run does not save its recipe, or if _evaluate
-goes on where the evaluation before it has ended.
+continues where the previous evaluation has ended.
 """
 
 import json
@@ -27,7 +27,7 @@ def sets(*settings: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_as_the_end_of_the_training(ranks: int, tmp_path: Path) -> None:
+def test_metrics_equal_those_of_the_training(ranks: int, tmp_path: Path) -> None:
     folder, trained, evaluated = tmp_path / "runs" / "save", tmp_path / "a.json", tmp_path / "b.json"
     settings = sets(*SMALL, "train.steps=5", "evaluate.every=2", f"checkpoint.dir={folder}")
     out = nestpipe("train", "--ranks", str(ranks), "--json", str(trained), *settings)
@@ -45,7 +45,7 @@ def test_as_the_end_of_the_training(ranks: int, tmp_path: Path) -> None:
     result = json.loads(evaluated.read_text())
     assert result["metrics"] == summary["metrics"]
     assert (result["steps"], result["ranks"], result["config"]) == (5, ranks, summary["config"])
-    for text in ("500 held-out samples", f"{summary['metrics']['auc']:.4f}", "knowing nothing", "5 steps"):
+    for text in ("500 held-out samples", f"{summary['metrics']['auc']:.4f}", "always predicting the mean", "5 steps"):
         assert text in out
 
 

@@ -1,4 +1,4 @@
-"""How the launcher waits for its ranks."""
+"""The launcher waits for all of its ranks."""
 
 import subprocess
 import time
@@ -6,8 +6,8 @@ import time
 from nestpipe.cli.launch import _wait
 
 
-def test_a_failure_behind_a_rank_that_goes_on() -> None:
-    """On 0.1 only the first rank that goes on is looked at. Fails if _wait stops polling at it."""
+def test_a_rank_fails_while_an_earlier_one_runs() -> None:
+    """Fails if _wait stops polling at the first rank that still runs."""
     ranks = [subprocess.Popen(["sleep", "30"]), subprocess.Popen(["false"])]
     started = time.monotonic()
     try:

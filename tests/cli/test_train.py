@@ -1,4 +1,4 @@
-"""`nestpipe train` as a user calls it: recipes, ranks, summaries, and how it ends when something goes wrong."""
+"""`nestpipe train` as a user calls it: recipes, ranks, summaries, and how it ends after failures."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def start(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[s
 
 
 def train(*arguments: str, settings: tuple[str, ...] = (), expected: int = 0) -> str:
-    """What it printed."""
+    """Returns the output, or the errors if an exit code other than 0 is expected."""
     process = start(*arguments, settings=settings)
     out, err = process.communicate(timeout=50)
     assert process.returncode == expected, out + err
@@ -43,7 +43,7 @@ def summary_of(path: Path, *arguments: str, settings: tuple[str, ...] = ()) -> d
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_summary(ranks: int, tmp_path: Path) -> None:
-    """Fails if the parts of a step are not those of the step: if Trace.end_step leaves out a stage."""
+    """Fails if Trace.end_step leaves out a stage, so that parts do not add up to the step."""
     summary = summary_of(tmp_path / "a.json", "--ranks", str(ranks), settings=("train.steps=12",))
     for field in (*TIME_FIELDS, *BYTE_FIELDS, "step_ms", "samples_per_second", "peak_rss_bytes", "final_loss"):
         assert summary[field] >= 0, field
@@ -79,9 +79,9 @@ def test_trace_of_all_ranks_and_lanes(schedule: str, tmp_path: Path) -> None:
         by_lane: dict[str, list[tuple[float, float]]] = {}
         for span in mine:
             by_lane.setdefault(span["cat"], []).append((span["ts"], span["ts"] + span["dur"]))
-        for of_lane in by_lane.values():  # a lane does one thing at a time
-            of_lane.sort()
-            assert all(end <= begin + 1.0 for (_, end), (begin, _) in pairwise(of_lane))
+        for intervals in by_lane.values():  # a lane does one thing at a time
+            intervals.sort()
+            assert all(end <= begin + 1.0 for (_, end), (begin, _) in pairwise(intervals))
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_saved_config_repeats_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """The same command again, after a kill of all processes. Fails if run starts the data at the beginning again."""
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
+    """The same command resumes after all processes were killed. Fails if run starts the data at the beginning again."""
     whole = summary_of(tmp_path / "a.json", "--ranks", "2", settings=("train.steps=40",))
     settings = ("train.steps=40", f"checkpoint.dir={tmp_path / 'save'}", "checkpoint.every=3", "logging.every=1")
     process = start("--ranks", "2", settings=settings)
@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_data_that_ends_and_tables_of_a_recipe(tmp_path: Path) -> None:
-    """Also lines of progress, and a trace of some steps. Fails if train does not hand --trace-steps on."""
+    """Also covers progress lines, and a trace of some steps. Fails if train does not pass --trace-steps on."""
     recipe, trace, path = tmp_path / "recipe.toml", tmp_path / "trace.json", tmp_path / "a.json"
     recipe.write_text("[data]\nnum_samples = 150\n[[tables]]\nname = 'c03'\noptimizer = 'sgd'\nlr = 0.5\n")
     arguments = (str(recipe), "--trace", str(trace), "--trace-steps", "1:3", "--json", str(path))
@@ -137,7 +137,7 @@ def test_list_keys_and_help() -> None:
 
 
 def test_config_errors(tmp_path: Path) -> None:
-    """Found before any rank is started."""
+    """They are reported before any rank is started."""
 
     def refused(*arguments: str) -> str:
         done = CliRunner().invoke(app, ["train", "--ranks", "2", *arguments])
@@ -163,12 +163,12 @@ def test_errors_of_a_run_end_every_rank(ranks: str, tmp_path: Path) -> None:
 
 
 def rank_processes(parent: int) -> list[int]:
-    found = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid="], capture_output=True, text=True).stdout
-    return [int(line) for line in found.split()]
+    listed = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid="], capture_output=True, text=True).stdout
+    return [int(line) for line in listed.split()]
 
 
 def started_run() -> tuple[subprocess.Popen[str], list[int]]:
-    """A run of two ranks, at its third step or later."""
+    """Returns a run of two ranks that has reached its third step, and the processes of its ranks."""
     process = start("--ranks", "2", settings=("train.steps=100000", "logging.every=1"))
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step 3"):
@@ -207,7 +207,7 @@ def test_ranks_end_with_their_parent() -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-def test_a_device_that_nobody_knows() -> None:
+def test_an_unknown_device() -> None:
     text = train(settings=("runtime.device=gpu",), expected=2)
     assert "nestpipe: 'gpu' is no device that torch knows" in text
     assert "Traceback" not in text

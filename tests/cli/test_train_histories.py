@@ -23,7 +23,7 @@ def nestpipe(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.Comp
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("hstu", 2), ("fuxi", 1)])
 def test_train_and_evaluate(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Fails if run saves a recipe in which the row optimizer is not resolved, or held_out ends after one evaluation."""
+    """Fails if run saves a recipe with an unresolved row optimizer, or held_out ends after one evaluation."""
     recipe, folder = str(RECIPES / f"{kind}-histories.toml"), f"checkpoint.dir={tmp_path / 'model'}"
     paths = tmp_path / "train.json", tmp_path / "evaluate.json"
     settings = (*SMALL, folder, "evaluate.every=3", "evaluate.metric=hr_at_10")
@@ -39,7 +39,7 @@ def test_train_and_evaluate(kind: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_a_recipe_on_prepared_data(tmp_path: Path) -> None:
-    """The metric beside the published one."""
+    """The published metrics are printed next to the model's."""
     recipe, folder = str(RECIPES / "hstu-ml-1m.toml"), write_histories(tmp_path / "data")
     done = nestpipe("train", recipe, settings=("train.steps=2", f"data.path={folder}", "data.skip_bad=true"))
     assert done.returncode == 0, done.stderr

@@ -1,1 +1,1 @@
-"""`bench cluster`: clustering against recursive bisection."""
+"""`bench cluster`: clustering against the given order and against recursive bisection."""

@@ -1,5 +1,6 @@
-"""`bench cluster`: what each way of splitting a batch does to its keys, and what it costs."""
+"""`bench cluster`: how each way of splitting a batch distributes its keys, and how long it takes."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.bench.cluster.bisection import bisection_parts
-from nestpipe.bench.harness.pairs import take_turns
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.pairs import one_thread, take_turns
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Batches, Dataset
@@ -20,9 +22,9 @@ from nestpipe.store import unique
 SEED = 1
 NUM_BATCHES = 4
 NUM_ROUNDS = 5
-"""of every batch: 20 times in all, of which the median is taken"""
+"""Rounds over all batches. The figure is the median of all 20 times."""
 BISECTION = "bisection"
-"""Recursive bisection: a reference for the others, too slow for a product."""
+"""Recursive bisection: a reference for the others, too slow to train with."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ Parts = list[Tensor]
 
 @dataclass(frozen=True)
 class Numbered:
-    """A batch whose keys are numbered, as the requester's dedup does it."""
+    """A batch whose keys are numbered as by the requester's dedup."""
 
     features: list[Jagged]
     num_distinct: int
 
     @staticmethod
-    def of(batch: Batch) -> "Numbered":
-        """All fields of the data may share a table: their keys are distinct."""
+    def from_batch(batch: Batch) -> "Numbered":
+        """Numbers the keys of all features together, as their keys differ."""
         features = list(batch.keys.values())
         distinct, inverse = unique(torch.cat([feature.values for feature in features]))
         numbers = inverse.split([len(feature.values) for feature in features])
@@ -55,7 +57,7 @@ class Numbered:
         return Numbered(numbered, len(distinct))
 
     def num_used(self, samples: Tensor) -> int:
-        """How many distinct keys these samples have."""
+        """Returns the number of distinct keys of these samples."""
         used = torch.zeros(self.num_distinct, dtype=torch.bool)
         for feature in self.features:
             used[feature.take(samples).values] = True
@@ -63,18 +65,21 @@ class Numbered:
 
 
 def records(quick: bool) -> Iterator[Record]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for case in CASES:
             yield from _case(case, 1 if quick else NUM_BATCHES, 3 if quick else NUM_ROUNDS, 8 if quick else 1)
-    finally:
-        torch.set_num_threads(threads)
+
+
+BENCHMARK = Benchmark(
+    "cluster",
+    records,
+    "How clustering distributes keys over micro-batches, and its time, against the given order and bisection.",
+)
 
 
 def _case(case: Case, num_batches: int, num_rounds: int, scale: int) -> Iterator[Record]:
     source = Batches(DATA[case.data](SEED), case.batch_size // scale)
-    batches = [Numbered.of(next(source)) for _ in range(num_batches)]
+    batches = [Numbered.from_batch(next(source)) for _ in range(num_batches)]
     given = [_measured(batch, _split(batch, "none", case.num_micro_batches)) for batch in batches]
     for method in ("none", "minhash", "spectral", BISECTION):
         results = [_measured(batch, _split(batch, method, case.num_micro_batches)) for batch in batches]
@@ -105,19 +110,19 @@ def _split(batch: Numbered, method: str, num_parts: int) -> Parts:
 def _measured(batch: Numbered, parts: Parts) -> dict[str, float]:
     num_used = [batch.num_used(part) for part in parts]
     cost = Clustering().costs(batch.features)
-    of_parts = [float(cost[part].sum()) for part in parts]
-    between = of_parts[1:-1]
+    costs = [float(cost[part].sum()) for part in parts]
+    between = costs[1:-1]
     return {
         "expansion": sum(num_used) / batch.num_distinct,
         "head_share": num_used[0] / batch.num_distinct,
         "tail_share": num_used[-1] / batch.num_distinct,
         "imbalance": max(between) / statistics.mean(between),
-        "head_cost": of_parts[0] / statistics.mean(between),
-        "tail_cost": of_parts[-1] / statistics.mean(between),
+        "head_cost": costs[0] / statistics.mean(between),
+        "tail_cost": costs[-1] / statistics.mean(between),
     }
 
 
 def _milliseconds(batches: list[Numbered], method: str, num_parts: int, num_rounds: int) -> float:
     works = [lambda batch=batch: _split(batch, method, num_parts) for batch in batches]
     times = take_turns(works, 1 if method == BISECTION else num_rounds)
-    return statistics.median(seconds for of_batch in times for seconds in of_batch) * 1e3
+    return statistics.median(itertools.chain.from_iterable(times)) * 1e3

@@ -1,1 +1,1 @@
-"""`bench consistency`: what schedules, and stale rows, do to the quality of a model."""
+"""`bench consistency`: the effect of schedules, and of stale rows, on the quality of a model."""

@@ -1,4 +1,4 @@
-"""What `bench consistency` shows: the differences from serial, as a plot and as a table."""
+"""Plot and table of `bench consistency`: the differences from serial."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ METRICS = {"hr_10": "HR@10", "hr_50": "HR@50", "ndcg_10": "NDCG@10", "ndcg_50": 
 
 
 def plot(records: Sequence[Record]) -> str:
-    """An SVG: for each metric a mark for each run but serial's."""
+    """Draws an SVG with a mark for every metric of every run except serial's."""
     compared: dict[str, list[Record]] = {}
     for record in records:
         if record["schedule"] != "serial":
@@ -17,7 +17,7 @@ def plot(records: Sequence[Record]) -> str:
     if not compared:
         raise ValueError("there is no record to compare with serial: run the whole bench")
     series = [
-        Series(f"{name}, {_seeds(runs)}", [[_less_serial(run, metric, records) for run in runs] for metric in METRICS])
+        Series(f"{name}, {_seeds(runs)}", [[_difference(run, metric, records) for run in runs] for metric in METRICS])
         for name, runs in compared.items()
     ]
     ranks, steps = records[0]["ranks"], records[0]["steps"]
@@ -26,7 +26,10 @@ def plot(records: Sequence[Record]) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """In Markdown: each run's metrics, in parentheses less those of serial of its seed in 1e-3; 0 is exactly 0."""
+    """Returns a table in Markdown: the metrics of each run, and in parentheses their differences from serial's in 1e-3.
+
+    Serial is that of the same seed. A difference of 0 is exactly 0.
+    """
     head = ["seed", "schedule", *METRICS.values(), "final loss", "digest"]
     lines = [head, ["---"] * len(head), *(_row(record, records) for record in records)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -40,7 +43,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 def _in_parentheses(record: Record, metric: str, records: Sequence[Record]) -> str:
     if record["schedule"] == "serial":
         return ""
-    difference = _less_serial(record, metric, records)
+    difference = _difference(record, metric, records)
     return f" ({difference:+.2f})" if difference else " (0)"
 
 
@@ -53,8 +56,8 @@ def _seeds(runs: Sequence[Record]) -> str:
     return f"seed {seeds}" if len(runs) == 1 else f"seeds {seeds} from left to right"
 
 
-def _less_serial(record: Record, metric: str, records: Sequence[Record]) -> float:
-    """In 1e-3."""
+def _difference(record: Record, metric: str, records: Sequence[Record]) -> float:
+    """Returns the difference from serial of the same seed, in 1e-3."""
     for other in records:
         if other["seed"] == record["seed"] and other["schedule"] == "serial":
             return (float(record[metric]) - float(other[metric])) * 1e3

@@ -1,12 +1,13 @@
-"""Digests of `bench h200`: on an accelerator every schedule ends with serial's bits, in float32 and with bfloat16."""
+"""Digests in `bench h200`: on an accelerator every schedule gives serial's digest, in float32 and in bfloat16."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from nestpipe.bench.h200.data import Repeating, Shape, make_batches
+from nestpipe.bench.h200.data import Shape, make_batches
 from nestpipe.bench.harness.report import Record
 from nestpipe.distributed import World
 from nestpipe.embedding.optim import RowWiseAdagrad
@@ -21,11 +22,14 @@ DIM, NUM_HEADS = 64, 2
 SHAPE = Shape(batch_size=64, length=64, num_negatives=16, num_distinct=3000, num_batches=3)
 QUICK_SHAPE = Shape(batch_size=16, length=8, num_negatives=4, num_distinct=100, num_batches=3)
 DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""in which the dense model computes; rows and their state are float32"""
+"""Types that the dense model computes in. Rows and their state are float32."""
 
 
 def digest_records(world: World, quick: bool) -> Iterator[Record]:
-    """All ranks call it. Schedules that overlap take keys of the batch before from the device; a third is shared."""
+    """Yields a record per dtype and schedule. All ranks call it.
+
+    Consecutive batches share a third of their keys, whose rows stay on the device in schedules that overlap batches.
+    """
     shape = QUICK_SHAPE if quick else SHAPE
     steps = 3 if quick else STEPS
     with _deterministic():
@@ -60,14 +64,14 @@ def _digest(world: World, shape: Shape, steps: int, schedule: str, dtype: str) -
         check_split=False,
         autocast=DTYPES[dtype],
     )
-    num_keys = 5 * shape.num_distinct  # ranks share some, so that owners add up the gradients of several
-    trainer.fit(Repeating(make_batches(shape, num_keys, seed=world.rank)), steps)
+    num_keys = 5 * shape.num_distinct  # ranks share keys, so owners sum the gradients of several ranks
+    trainer.fit(itertools.cycle(make_batches(shape, num_keys, seed=world.rank)), steps)
     return trainer.digest()
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Warns, and goes on, where an operation has no ordered form: then the digests tell."""
+    """Has torch use deterministic algorithms. An operation that has none only warns; the digests then show it."""
     before = torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)

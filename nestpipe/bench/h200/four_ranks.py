@@ -1,20 +1,21 @@
-"""Part four-ranks of `bench h200`: four ranks on one accelerator, gloo between them, every schedule against serial.
+"""Part four-ranks of `bench h200`: four ranks on one accelerator, joined by gloo, every schedule against serial.
 
-The sizes of a recipe are found first, by short runs of serial. Then the schedules take turns, a stretch of steps each,
-in one set of ranks. They share one store; each has a model of its own.
+Short runs of serial determine the sizes of a recipe. Then the schedules take turns, a stretch of steps each, on one set
+of ranks. They share one store; each has its own model.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from nestpipe.bench.h200.data import Repeating
 from nestpipe.bench.h200.digests import digest_records
 from nestpipe.bench.h200.four_ranks_data import (
     SEED,
     Tower,
-    count_exchanged,
+    exchanged_keys,
     filled_store,
     keys_by_owner,
     make_batches,
@@ -22,10 +23,10 @@ from nestpipe.bench.h200.four_ranks_data import (
 )
 from nestpipe.bench.h200.four_ranks_figures import SERIAL, calibration, counted_steps, figures
 from nestpipe.bench.h200.four_ranks_recipe import AS_PUBLISHED, COVERED, Recipe, adjusted, is_close, tiny
+from nestpipe.bench.harness.pairs import alternate
 from nestpipe.bench.harness.ranks import records_of_ranks
 from nestpipe.bench.harness.report import Record
-from nestpipe.bench.network.figures import Shares, Values, Way
-from nestpipe.bench.network.loop import means, shares_of
+from nestpipe.bench.harness.ways import Shares, Way, means, shares_of
 from nestpipe.data.batch import Batch
 from nestpipe.device.streams import is_accelerator
 from nestpipe.distributed import World
@@ -34,7 +35,7 @@ from nestpipe.store.cores import usable_cores
 from nestpipe.train.trainer import FitResult, Trainer
 
 TIMEOUT_SECONDS = 90.0
-"""ranks compile kernels and pin memory at their first steps, and on one device not at the same time"""
+"""Long, because ranks compile kernels and pin memory in their first steps, and on one device one after the other."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Size:
     num_micro_batches: int = 8
     num_rounds: int = 5
     left_out: int = 5
-    """steps at the beginning of a stretch, while the pipeline fills"""
+    """Steps at the beginning of a stretch that do not count, because the pipeline fills."""
     left_out_last: int = 2
-    """steps at its end, for which nothing more is brought in"""
+    """Steps at its end that do not count, because nothing is prefetched any more."""
     most_counted: int = 5
     round_seconds: float = 15.0
     num_calibrations: int = 4
@@ -88,13 +89,13 @@ def _on_rank(world: World, size: Size) -> Iterator[Record]:
 
 
 class Comparison:
-    """Of all schedules, with one recipe."""
+    """Compares all schedules with one recipe."""
 
     def __init__(self, world: World, size: Size, recipe: Recipe) -> None:
         self.world, self.size = world, size
-        # Of its cores a rank's store has all but one: what launches, and what exchanges, wants some, too.
+        # The store has all but one of the rank's cores, because kernel launches and exchanges need cores too.
         self.threads = max(1, usable_cores() // world.size - 1)
-        torch.set_num_threads(1)  # the store has the others
+        torch.set_num_threads(1)
         self.features = make_features(recipe)
         self.pools = keys_by_owner(size.rows_a_rank, world.size)
         with world.busy():
@@ -112,20 +113,23 @@ class Comparison:
         size, ways = self.size, self.size.ways
         trainers = {way: self._trainer(way, self.recipe) for way in ways}
         for trainer in trainers.values():
-            self._stretch(trainer, self.batches, 1, left_out=2)  # all memory was touched, all kernels are compiled
+            self._stretch(trainer, self.batches, 1, left_out=2)  # touches all memory, compiles all kernels
         not_counted = size.left_out + size.left_out_last
         num_counted = counted_steps(size.round_seconds, not_counted, size.most_counted, self.serial_ms)
-        rounds: dict[Way, list[Values]] = {way: [] for way in ways}
-        for number in range(size.num_rounds):
-            for way in ways[:: 1 if number % 2 else -1]:
-                rounds[way].append(self._stretch(trainers[way], self.batches, num_counted, size.left_out))
+        stretches = {
+            way: partial(self._stretch, trainer, self.batches, num_counted, size.left_out)
+            for way, trainer in trainers.items()
+        }
+        rounds = alternate(stretches, size.num_rounds, warm_up_rounds=0)
         shares = self._shares()
         for way in ways:
             yield {**self._identity(way, num_counted), **figures(way, rounds, shares, self.recipe)}
 
     def _calibrate(self) -> Iterator[Record]:
-        """Finds the sizes that this machine needs, by steps of serial. All ranks see the same numbers, which are means
-        over ranks; so they choose the same."""
+        """Determines the sizes that this machine needs, by steps of serial.
+
+        The numbers are means over ranks, so all ranks choose the same sizes.
+        """
         trainer = self._trainer(SERIAL, self.recipe)
         for number in range(self.size.num_calibrations + 1):
             recipe = self.recipe
@@ -134,7 +138,7 @@ class Comparison:
             batches = make_batches(recipe, self.pools, self.world.rank)
             parts = self._stretch(trainer, batches, 1 if number == 0 else 4, left_out=1)
             if number == 0:
-                continue  # it warms up
+                continue  # a warm-up
             yield calibration(recipe, parts, number)
             self.serial_ms = parts["step_ms"]
             if is_close(recipe, parts):
@@ -158,12 +162,13 @@ class Comparison:
         return trainer
 
     def _stretch(self, trainer: Trainer, batches: list[Batch], num_counted: int, left_out: int) -> dict[str, float]:
+        """Trains, and returns the means over the counted steps."""
         result = FitResult()
-        trainer.fit(Repeating(batches), left_out + num_counted + self.size.left_out_last, result=result)
+        trainer.fit(itertools.cycle(batches), left_out + num_counted + self.size.left_out_last, result=result)
         return means(result.times[left_out : left_out + num_counted], self.world)
 
     def _shares(self) -> Shares:
-        mine = count_exchanged(self.recipe, self.batches, self.size.num_micro_batches, self.world.size)
+        mine = exchanged_keys(self.recipe, self.batches, self.size.num_micro_batches, self.world.size)
         totals = torch.tensor(mine)
         self.world.control.all_reduce_sum(totals)
         return shares_of(totals.tolist())

@@ -1,4 +1,4 @@
-"""Batches of which a stated share of keys is other ranks'; the table they are in; and the dense model."""
+"""Table, dense model and batches of part four-ranks. Other ranks own a given share of a batch's keys."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe.bench.h200.four_ranks_recipe import Recipe
+from nestpipe.bench.harness.ways import count_exchanged
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
@@ -27,34 +28,37 @@ def make_features(recipe: Recipe) -> dict[str, Feature]:
 
 
 def keys_by_owner(rows_a_rank: int, world_size: int) -> list[Tensor]:
-    """0 .. rows_a_rank * world_size - 1, about as many for each owner; each owner's in an order of chance."""
+    """Splits keys 0 .. rows_a_rank * world_size - 1 by owner, each owner's in random order."""
     keys = torch.randperm(rows_a_rank * world_size, generator=torch.Generator().manual_seed(SEED))
     order, counts = group_by_owner(TABLE, keys, world_size)
     return list(keys[order].split(counts.tolist()))
 
 
 def filled_store(features: Mapping[str, Feature], keys: Tensor, num_threads: int) -> HostStore:
-    """All these rows are there, as after a long time of training."""
+    """Returns a store that holds a row for each key, as after long training."""
     store, table = HostStore(num_threads), features[FEATURE].table
     store.create_table(table.spec(SEED))
     store.reserve(table.name, len(keys))
     records = torch.zeros(FILL_ROWS, store.spec(table.name).num_columns)
     records[:, : table.dim].normal_(std=0.02, generator=torch.Generator().manual_seed(SEED))
     records[:, table.dim :] = torch.tensor(table.optimizer.initial_state(table.dim))
-    for some in keys.split(FILL_ROWS):
-        store.scatter(table.name, some, records[: len(some)], 0)
+    for chunk in keys.split(FILL_ROWS):
+        store.scatter(table.name, chunk, records[: len(chunk)], 0)
     return store
 
 
 def counts_of_owners(num_keys: int, remote_share: float, rank: int, world_size: int) -> list[int]:
-    """How many keys of a batch each rank owns: so large a share other ranks, alike."""
+    """Returns how many keys of a batch each rank owns. The other ranks own equal parts of the remote share."""
     remote = int(num_keys * remote_share / (world_size - 1))
     return [num_keys - remote * (world_size - 1) if owner == rank else remote for owner in range(world_size)]
 
 
 def make_batches(recipe: Recipe, pools: list[Tensor], rank: int) -> list[Batch]:
-    """Of one rank. No two ranks ask for the same key, so that a rank owns as many rows of every global batch, whatever
-    the remote share. The new keys of a batch are in the next one, too; the last shares with the first."""
+    """Makes the batches of one rank.
+
+    No two ranks request the same key, so a rank owns the same number of rows of every global batch, for any remote
+    share. A batch shares some of its new keys with the next one, and the last batch with the first.
+    """
     size = len(pools)
     num_shared = int(recipe.num_distinct * recipe.overlap)
     num_fresh = recipe.num_distinct - num_shared
@@ -81,7 +85,7 @@ def make_batches(recipe: Recipe, pools: list[Tensor], rank: int) -> list[Batch]:
 
 
 def _batch(recipe: Recipe, distinct: Tensor, generator: torch.Generator) -> Batch:
-    """Each key at least once, the rest at random."""
+    """Makes a batch in which each distinct key occurs at least once, and the others are random."""
     num_keys = recipe.batch_size * recipe.length
     more = distinct[torch.randint(len(distinct), (num_keys - len(distinct),), generator=generator)]
     keys = torch.cat([distinct, more])[torch.randperm(num_keys, generator=generator)]
@@ -89,25 +93,22 @@ def _batch(recipe: Recipe, distinct: Tensor, generator: torch.Generator) -> Batc
     return Batch({FEATURE: Jagged(keys, torch.arange(0, num_keys + 1, recipe.length))}, {"label": label})
 
 
-def count_exchanged(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world_size: int) -> list[int]:
-    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
-    the last, and all."""
-    totals, last = [0, 0, 0], num_micro_batches - 1
+def exchanged_keys(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world_size: int) -> list[int]:
+    """Returns the counts of `count_exchanged`, summed over the batches."""
+    totals = [0, 0, 0]
     features = group_features(make_features(recipe))
     for batch in batches:
         dedup = dedup_batch(features, batch, num_micro_batches, world_size, 1, GIVEN_ORDER).groups[0]
-        rows_in, gradients_out = requester_lists(dedup, "once", 0)
-        head = rows_in.num_others(0) + rows_in.num_own(0)
-        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
-        totals = [totals[0] + head, totals[1] + tail, totals[2] + len(dedup.keys)]
+        counted = count_exchanged(dedup, *requester_lists(dedup, "once", 0))
+        totals = [total + more for total, more in zip(totals, counted, strict=True)]
     return totals
 
 
 class Tower(nn.Module):
-    """One layer, over and over, for every item of a history; their sum for each sample; a logit.
+    """Applies one layer repeatedly to every item of a history, averages the items of a sample, and computes a logit.
 
-    Few parameters and few, large operations, so that the device is what takes time, not the launching of its work nor
-    the sum of the dense gradients. All samples have as many items.
+    It has few parameters and few, large operations, so the time is spent on the device, not in launching kernels or
+    reducing dense gradients. All samples have the same number of items.
     """
 
     def __init__(self, recipe: Recipe) -> None:

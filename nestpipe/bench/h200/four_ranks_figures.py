@@ -1,25 +1,25 @@
-"""What part four-ranks of `bench h200` concludes from its rounds, beside what was published."""
+"""Computes the figures of part four-ranks of `bench h200` from its rounds, next to published ones."""
 
 import statistics
 
 from nestpipe.bench.h200.four_ranks_recipe import AS_PUBLISHED, COVERED, PUBLISHED, Recipe, serial_shares
 from nestpipe.bench.harness.pairs import spread
 from nestpipe.bench.harness.report import Record
-from nestpipe.bench.network.figures import EXCHANGES, Rounds, Shares, Values, Way, least_step_ms, medians, ratios
+from nestpipe.bench.harness.ways import EXCHANGES, Rounds, Shares, Values, Way, least_step_ms, medians, ratios
 
 SERIAL = Way("serial", 1)
 WAYS_AS_SERIAL = 4.0
-"""what a step of all five ways takes together, over serial's: two are serial's, none is slower"""
+"""Estimated time of one step of each of the five ways, in steps of serial: two are serial, none is slower."""
 
 
 def counted_steps(round_seconds: float, left_out: int, most: int, serial_ms: float) -> int:
-    """How many steps of each stretch can be counted in rounds of so many seconds; two at least."""
+    """Returns how many steps of a stretch can be counted if a round takes `round_seconds`: at least two."""
     steps = int(round_seconds * 1e3 / (WAYS_AS_SERIAL * serial_ms))
     return min(max(steps - left_out, 2), most)
 
 
 def calibration(recipe: Recipe, parts: Values, number: int) -> Record:
-    """Serial's step with the sizes of one attempt; none of it is a result."""
+    """Makes a record of serial's step with the sizes of one attempt. Its fields are not results."""
     lookup, exchange = serial_shares(parts)
     return {
         "recipe": recipe.name,
@@ -34,7 +34,7 @@ def calibration(recipe: Recipe, parts: Values, number: int) -> Record:
 
 
 def figures(way: Way, rounds: Rounds, shares: Shares, recipe: Recipe) -> dict[str, float]:
-    """The times of a way, its ratios to serial, and what they are to be seen beside."""
+    """Returns the times of a way, its ratios to serial, and limits and published figures to compare them with."""
     mine = rounds[way]
     fields = medians(mine)
     fields |= {name: statistics.median(values[name] for values in mine) for name in EXCHANGES}
@@ -55,7 +55,7 @@ def figures(way: Way, rounds: Rounds, shares: Shares, recipe: Recipe) -> dict[st
 
 
 def _shares_of_serial(rounds: Rounds, recipe: Recipe) -> dict[str, float]:
-    """By which the recipe's sizes were chosen."""
+    """Returns the shares of serial's step that the recipe's sizes are chosen by."""
     serial = rounds[SERIAL]
     if recipe.name == COVERED.name:
         return spread("dense_over_exchange", [values["dense_ms"] / values["exposed_exchange_ms"] for values in serial])
@@ -71,7 +71,7 @@ def _lookup_hidden(way: Way, rounds: Rounds) -> dict[str, float]:
 
 
 def _allowed_parts(way: Way, rounds: Rounds, shares: Shares) -> dict[str, float]:
-    """Of the step that allowed_speedup is made with, what does not stand in this way's own times."""
+    """Returns the parts of allowed_speedup's step that are not among the way's own times."""
     if way.schedule not in ("intra", "nested"):
         return {}
     serial, same_parts = rounds[SERIAL], rounds[Way("serial", way.num_micro_batches)]

@@ -1,25 +1,25 @@
-"""What part four-ranks of `bench h200` trains, and how its sizes are found: by the shares of serial's step.
+"""Recipes of part four-ranks of `bench h200`. Their sizes are adjusted to the shares that serial's step must have.
 
-Two recipes. `covered`: rows come from all ranks alike, and dense compute could just cover their exchange. `published`:
-serial spends its time as published of 1,536 workers, where lookup and exchange together take most of it.
+Recipe `covered`: each rank owns an equal part of a batch's rows, and dense compute can just cover their exchange.
+Recipe `published`: serial's step has the shares published for 1,536 workers, where lookup and exchange take most of it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 LOOKUP_SHARE, EXCHANGE_SHARE = 0.50, 0.20
-"""of serial's step, in the middle of what is asked for"""
+"""Shares of serial's step, in the middle of what the targets allow."""
 DENSE_OVER_EXCHANGE = 1.4
 CLOSE = 0.02
-"""shares that are this near are left as they are"""
+"""Deviation of a share that needs no further adjustment."""
 MOST_REPEATS = 48
-"""layers whose values a batch that is not split has to keep for its backward; four ranks share the memory"""
+"""Limits the activations that an unsplit batch keeps for backward. Four ranks share the memory."""
 FEWEST_REMOTE = 0.02
 
 
 @dataclass(frozen=True)
 class Published:
-    """Milliseconds of a step at 1,536 accelerators (arXiv 2604.06956): what is exposed of lookup and of exchange."""
+    """Exposed lookup and exchange of a step at 1,536 accelerators (arXiv 2604.06956), and its speedup."""
 
     lookup_ms: float
     exchange_ms: float
@@ -31,7 +31,7 @@ PUBLISHED_STEP_MS = 5793.83
 
 
 def _sum_of_parts(lookup_ms: float, exchange_ms: float) -> Published:
-    """Of the single pipelines only the parts are published: their speedup is that of the parts' sum."""
+    """Computes the speedup from the sum of the parts, as only these are published for inter and intra."""
     speedup = PUBLISHED_STEP_MS / (PUBLISHED_DENSE_MS + lookup_ms + exchange_ms)
     return Published(lookup_ms, exchange_ms, round(speedup, 2))
 
@@ -46,25 +46,27 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Recipe:
+    """Model, batches and row optimizer of a comparison."""
+
     name: str
     row_optimizer: str
-    """the wider its row state, the more a row costs to look up, and no more to exchange"""
+    """Name of the row optimizer. Wider row state makes lookup slower, but not the exchange."""
     batch_size: int
-    """of a rank"""
+    """Samples of a rank's batch."""
     remote_share: float
-    """of the keys of a batch: those that other ranks own"""
+    """Share of a batch's keys that other ranks own."""
     repeats: int
-    """of the dense layer"""
+    """Number of times that the dense layer is applied."""
     length: int = 64
-    """keys of a sample"""
+    """Keys of a sample."""
     distinct_share: float = 0.8
-    """distinct keys of a batch over all its keys"""
+    """Distinct keys of a batch, relative to all its keys."""
     overlap: float = 0.5
-    """share of a batch's keys that the batch before it has, too"""
+    """Share of a batch's keys that are also in the previous batch."""
     dim: int = 512
     hidden: int = 512
     num_batches: int = 4
-    """after which they begin again"""
+    """Number of different batches, which are repeated."""
 
     @property
     def num_distinct(self) -> int:
@@ -80,12 +82,12 @@ def tiny(recipe: Recipe) -> Recipe:
 
 
 def serial_shares(parts: Mapping[str, float]) -> tuple[float, float]:
-    """Lookup and exchange as shares of a step."""
+    """Returns lookup and exchange as shares of a step."""
     return parts["exposed_lookup_ms"] / parts["step_ms"], parts["exposed_exchange_ms"] / parts["step_ms"]
 
 
 def is_close(recipe: Recipe, parts: Mapping[str, float]) -> bool:
-    """Whether serial's step, measured in these parts, has the shares that the recipe is meant to have."""
+    """Returns whether the measured parts of serial's step have the shares that the recipe requires."""
     if recipe.name == COVERED.name:
         return abs(parts["dense_ms"] / parts["exposed_exchange_ms"] / DENSE_OVER_EXCHANGE - 1) < 2 * CLOSE
     lookup, exchange = serial_shares(parts)
@@ -93,8 +95,11 @@ def is_close(recipe: Recipe, parts: Mapping[str, float]) -> bool:
 
 
 def adjusted(recipe: Recipe, parts: Mapping[str, float]) -> Recipe:
-    """Nearer to it, if exchange grows with the remote rows and dense compute with the layers. Lookup stays: the rows
-    that a rank owns are as many as before."""
+    """Returns the recipe with sizes that bring serial's step closer to the required shares.
+
+    Assumes that exchange is proportional to the remote share, and dense compute to the layers. Lookup stays the same,
+    as a rank owns as many rows as before.
+    """
     lookup, exchange, dense = (parts[f"{name}_ms"] for name in ("exposed_lookup", "exposed_exchange", "dense"))
     if recipe.name == COVERED.name:
         return _with_dense(recipe, DENSE_OVER_EXCHANGE * exchange / dense)
@@ -106,8 +111,8 @@ def adjusted(recipe: Recipe, parts: Mapping[str, float]) -> Recipe:
     return _with_dense(recipe, ((1 - LOOKUP_SHARE - EXCHANGE_SHARE) * step - rest) / dense)
 
 
-def _with_dense(recipe: Recipe, more: float) -> Recipe:
-    repeats = round(recipe.repeats * _within(more, 0.25, 4.0))
+def _with_dense(recipe: Recipe, factor: float) -> Recipe:
+    repeats = round(recipe.repeats * _within(factor, 0.25, 4.0))
     return replace(recipe, repeats=int(_within(repeats, 1, MOST_REPEATS)))
 
 

@@ -1,9 +1,10 @@
-"""Models of clicks with many tables on one accelerator: whole steps against the dense model alone, unsplit.
+"""Part models of `bench h200`: click models with many tables on one accelerator, against the dense model alone.
 
-Rows are in host memory. For each model serial, nested (both with one micro-batch) and the dense part alone take turns;
-the dense part works on embeddings that are there already.
+Rows are in host memory. For each model serial and nested, both with one micro-batch, and the dense part alone take
+turns. The dense part works on fixed embeddings.
 """
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nestpipe.bench.h200.data import Repeating
 from nestpipe.bench.h200.one_rank import device_step_ms, mean_fields
+from nestpipe.bench.harness.keys import zipf_keys
 from nestpipe.bench.harness.pairs import spread
 from nestpipe.bench.harness.report import Record
-from nestpipe.bench.plain import zipf_keys
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.optim import SGD, Adagrad
@@ -28,27 +28,27 @@ from nestpipe.train.trainer import FitResult, Trainer
 NUM_DENSE = 13
 NUM_BATCHES = 5
 NUM_THREADS = 12
-"""of the store: the launching thread and the lanes need cores too"""
+"""Threads of the store. The launching thread and the lanes need cores too."""
 FILL_ROWS = 250_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its data."""
+    """Sizes of a model and its data."""
 
     name: str
     num_tables: int
     num_rows: int
-    """of each table"""
+    """Rows of each table."""
     dim: int
     batch_size: int
     most_keys: int
-    """keys of a feature: 1 .. most_keys, as often each"""
+    """A feature has 1 .. most_keys keys, uniformly distributed."""
     has_adagrad: bool
     num_rounds: int = 5
     steps: int = 14
     left_out: int = 4
-    """first steps of a round, while the pipeline fills"""
+    """Steps at the beginning of a round that do not count, because the pipeline fills."""
 
     @property
     def features(self) -> dict[str, Feature]:
@@ -64,14 +64,14 @@ SHAPES = (
 
 
 def records(world: World, quick: bool) -> Iterator[Record]:
-    torch.set_num_threads(1)  # small operations of lanes take longer if they wait for other threads, on busy cores
+    torch.set_num_threads(1)  # small operations of lanes are slower if they wait for other threads on busy cores
     for shape in SHAPES:
         size = replace(shape, num_rows=500, batch_size=64, num_rounds=2, steps=6, left_out=3) if quick else shape
         yield from _compared(world, size)
 
 
 class MultiHot(nn.Module):
-    """A perceptron on the pooled features side by side."""
+    """A perceptron on the concatenated features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def make_trainer(world: World, shape: Shape, schedule: str) -> Trainer:
 
 
 class DenseStep:
-    """One step of the dense model on embeddings as leaves: forward, backward, optimizer."""
+    """One step of the dense model on fixed embeddings: forward, backward, optimizer."""
 
     def __init__(self, model: nn.Module, shape: Shape, batch: Batch, device: torch.device) -> None:
         self.model = model
@@ -142,8 +142,8 @@ class DenseStep:
 
     def __call__(self) -> None:
         self.model.zero_grad()
-        for leaf in self.embeddings.values():
-            leaf.grad = None
+        for embedding in self.embeddings.values():
+            embedding.grad = None
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(self.embeddings, self.inputs) / len(self.inputs["click"])
         loss.backward()
@@ -156,12 +156,12 @@ def _compared(world: World, shape: Shape) -> Iterator[Record]:
     dense = DenseStep(make_model(shape, world.device), shape, batches[0], world.device)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("dense", *trainers)}
     for number in range(shape.num_rounds + 1):  # the first round warms up
-        found = {name: _round(trainer, batches, shape) for name, trainer in trainers.items()}
-        found["dense"] = {
+        means = {name: _round(trainer, batches, shape) for name, trainer in trainers.items()}
+        means["dense"] = {
             "step_ms": statistics.mean(device_step_ms(dense, shape.steps, world.device)[shape.left_out :])
         }
         if number > 0:
-            for name, fields in found.items():
+            for name, fields in means.items():
                 rounds[name].append(fields)
     identity: dict[str, int | str] = {
         "model": shape.name,
@@ -177,11 +177,9 @@ def _compared(world: World, shape: Shape) -> Iterator[Record]:
         figures = {field: statistics.median(r[field] for r in rounds[schedule]) for field in rounds[schedule][0]}
         ratios = [m["step_ms"] / d["step_ms"] for m, d in zip(rounds[schedule], rounds["dense"], strict=True)]
         unsplit = {"dense_unsplit_ms": statistics.median(r["step_ms"] for r in rounds["dense"])}
-        rest = {"batch_size": shape.batch_size, "num_rows": shape.num_rows, "threads": NUM_THREADS}
         yield {
             "schedule": schedule,
             **identity,
-            **rest,
             **figures,
             **unsplit,
             **spread("step_over_dense_unsplit", ratios),
@@ -189,7 +187,7 @@ def _compared(world: World, shape: Shape) -> Iterator[Record]:
 
 
 def _round(trainer: Trainer, batches: list[Batch], shape: Shape) -> dict[str, float]:
-    """Means over the steps of a round that count."""
+    """Returns means over the counted steps of a round."""
     result = FitResult()
-    trainer.fit(Repeating(batches), shape.steps, result=result)
+    trainer.fit(itertools.cycle(batches), shape.steps, result=result)
     return mean_fields(list(result.times)[shape.left_out :])

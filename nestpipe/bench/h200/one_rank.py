@@ -1,19 +1,19 @@
-"""Whole steps on one accelerator: HSTU in bf16, a table in host memory, every schedule against the dense model alone.
+"""Part one-rank of `bench h200`: HSTU in bf16 with a table in host memory, schedules against the dense model alone.
 
-The schedules share one store; each has a model of its own. They take turns, a stretch of steps each, of which the first
-ones, while the pipeline fills, are left out. Two dense-only runs take turns with them: forward, backward and optimizer
-on rows that are on the device already, one with the same micro-batches and one unsplit, with a batch in one piece.
+The schedules share one store; each has its own model. They take turns, a stretch of steps each. The first steps of a
+stretch, in which the pipeline fills, do not count. Two dense-only runs take turns with them: forward, backward and
+optimizer on rows that are on the device already, one with the same micro-batches and one with unsplit batches.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.bench.h200.data import Repeating, Shape, make_batches
+from nestpipe.bench.h200.data import Shape, make_batches
 from nestpipe.bench.h200.digests import digest_records
 from nestpipe.bench.harness.pairs import spread
 from nestpipe.bench.harness.report import Record
@@ -38,7 +38,7 @@ FILL_ROWS = 250_000
 
 @dataclass(frozen=True)
 class Size:
-    """Of the measurement."""
+    """Sizes of the measurement."""
 
     num_rows: int = 20_000_000
     small_rows: int = 1_000_000
@@ -48,12 +48,12 @@ class Size:
     num_rounds: int = 5
     steps: int = 26
     left_out: int = 5
-    """steps of a stretch"""
+    """Steps at the beginning of a stretch that do not count."""
     warm_up: int = 9
-    """steps of the first ones, none of which counts"""
+    """Steps of the first stretch, which does not count."""
     shapes: tuple[Shape, ...] = (Shape(), Shape(num_distinct=120_000, overlap=0.5))
     num_threads: int = 12
-    """of the store: the threads that launch and those of lanes want cores, too"""
+    """Threads of the store. The launching thread and the lanes need cores too."""
 
 
 QUICK = Size(
@@ -73,7 +73,7 @@ QUICK = Size(
 
 def records(world: World, quick: bool) -> Iterator[Record]:
     size = QUICK if quick else Size()
-    torch.set_num_threads(1)  # small operations of lanes take longer if they wait for other threads, on busy cores
+    torch.set_num_threads(1)  # small operations of lanes are slower if they wait for other threads on busy cores
     features = features_of(size.dim)
     store = filled_store(size, size.num_rows, features)
     for shape in size.shapes:
@@ -147,7 +147,7 @@ class DenseOnly:
         self.rows = [[rows[: b.groups[0].num_rows(i)].clone() for i in range(num_parts)] for b in self.batches]
 
     def step_ms(self, steps: int) -> list[float]:
-        number = count()
+        number = itertools.count()
 
         def step() -> None:
             which = next(number) % 2
@@ -166,14 +166,14 @@ class DenseOnly:
 
 
 def device_step_ms(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """How long the device takes for each of these steps, one after another."""
+    """Returns the time that the device takes for each of the steps."""
     moments = [torch.Event(device, enable_timing=True) for _ in range(steps + 1)]
     moments[0].record(torch.accelerator.current_stream(device))
     for moment in moments[1:]:
         step()
         moment.record(torch.accelerator.current_stream(device))
     moments[-1].synchronize()
-    return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(moments)]
 
 
 def _compared(
@@ -187,9 +187,9 @@ def _compared(
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in (*dense, *trainers)}
     for number in range(size.num_rounds + 1):  # the first round warms up
         for name, trainer in trainers.items():
-            found = stretch(trainer, batches, size, is_first=number == 0)
+            means = stretch(trainer, batches, size, is_first=number == 0)
             if number > 0:
-                rounds[name].append(found)
+                rounds[name].append(means)
         for name, dense_only in dense.items():
             times = dense_only.step_ms(size.steps)[size.left_out :]
             if number > 0:
@@ -229,17 +229,17 @@ def _figures(name: str, rounds: dict[str, list[dict[str, float]]]) -> dict[str, 
 
 
 def _by_rows(world: World, size: Size, features: dict[str, Feature], store: HostStore) -> Record:
-    """The same steps with few rows in the table and with many."""
+    """Compares the same steps with few rows in the table and with many."""
     shape = size.shapes[0]
     few, many = make_batches(shape, size.small_rows), make_batches(shape, size.small_rows)
     spread_keys(many, size.num_rows // size.small_rows)
     small = filled_store(size, size.small_rows, features)
-    of_few = make_trainer(world, size, shape, features, small, "nested")
-    of_many = make_trainer(world, size, shape, features, store, "nested")
+    few_trainer = make_trainer(world, size, shape, features, small, "nested")
+    many_trainer = make_trainer(world, size, shape, features, store, "nested")
     ratios = []
     for number in range(size.num_rounds + 1):
-        few_ms = stretch(of_few, few, size, is_first=number == 0)["step_ms"]
-        many_ms = stretch(of_many, many, size, is_first=number == 0)["step_ms"]
+        few_ms = stretch(few_trainer, few, size, is_first=number == 0)["step_ms"]
+        many_ms = stretch(many_trainer, many, size, is_first=number == 0)["step_ms"]
         if number > 0:
             ratios.append(few_ms / many_ms)
     rows = {"num_rows": size.num_rows, "small_rows": size.small_rows, "threads": size.num_threads}
@@ -247,16 +247,16 @@ def _by_rows(world: World, size: Size, features: dict[str, Feature], store: Host
 
 
 def spread_keys(batches: list[Batch], distance: int) -> None:
-    """Over a table so many times as large."""
+    """Multiplies all keys by the distance, which spreads them over a larger table."""
     for number, batch in enumerate(batches):
-        keys = {name: replace(of, values=of.values * distance) for name, of in batch.keys.items()}
+        keys = {name: replace(jagged, values=jagged.values * distance) for name, jagged in batch.keys.items()}
         batches[number] = replace(batch, keys=keys)
 
 
 def stretch(trainer: Trainer, batches: list[Batch], size: Size, is_first: bool) -> dict[str, float]:
-    """Means over the steps of a stretch that count."""
+    """Trains for a stretch, and returns means over its counted steps."""
     result = FitResult()
-    trainer.fit(Repeating(batches), size.warm_up if is_first else size.steps, result=result)
+    trainer.fit(itertools.cycle(batches), size.warm_up if is_first else size.steps, result=result)
     return mean_fields(result.times[size.left_out :])
 
 

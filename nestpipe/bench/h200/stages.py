@@ -1,4 +1,4 @@
-"""Stages of a batch each on its own, against what the machine can do: retrieve, write-back, overlap sync."""
+"""Part stages of `bench h200`: retrieve, write-back and overlap sync, each against what the machine can do."""
 
 import statistics
 import time
@@ -26,6 +26,8 @@ from nestpipe.embedding.table import Feature
 
 @dataclass(frozen=True)
 class StageSize:
+    """Sizes of the measurement."""
+
     num_distinct: int = 240_000
     num_shared: int = 100_000
     num_rounds: int = 15
@@ -51,7 +53,7 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     arrays = RecordMemory(memory)
     resident = [retrieve_rows(groups, store, arrays) for groups in owned]
     staged = host_empty((stage.num_distinct, resident[0][0].group.num_columns), torch.float32, device)
-    there = torch.empty_like(staged, device=device)
+    on_device = torch.empty_like(staged, device=device)
 
     def host_gather(i: int) -> None:
         torch.index_select(table, 0, keys[i], out=staged)
@@ -59,8 +61,8 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     def host_scatter(i: int) -> None:
         table.index_copy_(0, keys[i], staged)
 
-    up = (host_gather, lambda i: there.copy_(staged, non_blocking=True))
-    down = (host_scatter, lambda i: staged.copy_(there, non_blocking=True))
+    up = (host_gather, lambda i: on_device.copy_(staged, non_blocking=True))
+    down = (host_scatter, lambda i: staged.copy_(on_device, non_blocking=True))
     identity = {"rows": stage.num_distinct, "dim": size.dim, "threads": size.num_threads, "num_rows": size.num_rows}
     yield {
         "stage": "retrieve",
@@ -93,7 +95,7 @@ def _against(
     device: torch.device,
     name: str,
 ) -> dict[str, float]:
-    """The time of the slower of host memory and bus, each alone, against ours, which uses both."""
+    """Compares our time, which includes host memory and bus, with the slower of the two alone."""
     times: list[list[float]] = [[], [], []]
     for number in range(stage.num_rounds + 1):
         for which, work in enumerate((ours, *ceilings)):

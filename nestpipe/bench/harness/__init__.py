@@ -1,1 +1,1 @@
-"""What the benchmarks share: paired timing, ranks, network hosts, records, targets, plots."""
+"""Code that benchmarks share: declaration, paired timing, ranks, network hosts, records, targets, plots."""

@@ -1,7 +1,7 @@
-"""Several 'hosts' on one machine: network namespaces, with a link of a stated rate between them.
+"""Emulates hosts on one machine: network namespaces, joined by a link of a given rate.
 
-Namespaces and interfaces carry the number of this process in their names. They are removed however it ends, unless by
-SIGKILL.
+The names of namespaces and interfaces contain the id of this process. They are removed however the process ends, except
+by SIGKILL.
 """
 
 import os
@@ -18,9 +18,9 @@ from types import FrameType
 from nestpipe.distributed.child import die_with_parent
 
 PORT = 29500
-"""where ranks find each other; in a namespace of its own every port is free"""
+"""Port of the rendezvous. In a new namespace every port is free."""
 LARGEST_PACKET_BYTES = 16384
-"""that a host hands to its link at once; the default of 64 kB would not fit into a small burst"""
+"""Largest packet that a host hands to its link. The default of 64 kB would not fit into a small burst."""
 QUEUE_MS = 50
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -33,7 +33,7 @@ class Host:
 
 
 def check_possible(num_hosts: int, rate: str) -> None:
-    """Refuses, before anything is made, what cannot be done here."""
+    """Raises ValueError if such hosts cannot be made on this machine. Changes nothing."""
     if num_hosts != 2:
         raise ValueError(f"hosts is {num_hosts}: the link is one cable, so there must be 2")
     if not re.fullmatch(r"[1-9][0-9]*(kbit|mbit|gbit)", rate):
@@ -47,7 +47,7 @@ def check_possible(num_hosts: int, rate: str) -> None:
 
 @contextmanager
 def linked_hosts(rate: str, burst_bytes: int) -> Iterator[list[Host]]:
-    """Two hosts and a cable; what each of them sends is held to the rate, bursts aside."""
+    """Makes two hosts joined by a cable. Each sends at most at the given rate, except for bursts."""
     check_possible(2, rate)
     name = f"np{os.getpid()}h"  # interfaces may have 15 characters
     hosts = [Host(f"nestpipe-{os.getpid()}-{i}", f"{name}{i}", f"198.18.0.{i + 1}") for i in range(2)]
@@ -74,7 +74,7 @@ def _make(hosts: Sequence[Host], rate: str, burst_bytes: int) -> None:
 
 
 def _remove(hosts: Sequence[Host]) -> None:
-    """Also what was only half made. An interface goes with its namespace."""
+    """Removes the hosts, even if only some were made. An interface disappears with its namespace."""
     with _handled(signal.SIG_IGN):
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], stderr=subprocess.DEVNULL, check=False)
@@ -88,7 +88,7 @@ def _do(*command: str) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """They raise, so that what was made is removed on the way out; without this only Ctrl-C does."""
+    """Makes the signals that end a process raise, so that `finally` blocks run. By default only Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -109,7 +109,7 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
 
 @contextmanager
 def ranks_on(hosts: Sequence[Host], module: str, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """`python -m module` on each host, a rank each, and no longer than this context; their output is for us to read."""
+    """Runs `python -m module` on each host, one rank per host, with stdout piped. Kills them at the end."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(len(hosts)):
@@ -131,13 +131,13 @@ def _start(hosts: Sequence[Host], rank: int, command: Sequence[str]) -> subproce
         "RANK": str(rank),
         "WORLD_SIZE": str(len(hosts)),
         "GLOO_SOCKET_IFNAME": host.interface,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses have no names here, which torch warns of
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that addresses have no host names
     }
     return subprocess.Popen(
         ["ip", "netns", "exec", host.namespace, *command],
         env=environment,
         stdout=subprocess.PIPE,
         bufsize=0,
-        start_new_session=True,  # Ctrl-C is for us: we end them
+        start_new_session=True,  # Ctrl-C reaches this process only, which ends the ranks
         preexec_fn=die_with_parent,
     )

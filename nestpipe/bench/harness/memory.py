@@ -1,4 +1,4 @@
-"""How much memory something takes, measured in a process of its own so that nothing else is in the figure."""
+"""Memory measurements: of this process, of a fresh one, of a command with all processes that it starts."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from nestpipe.distributed.child import die_with_parent
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process now."""
+    """Returns the physical memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -24,18 +24,18 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The most physical memory this process had since reset_peak."""
-    return _most_bytes("self")
+    """Returns the largest physical memory of this process since reset_peak."""
+    return _peak_bytes_of("self")
 
 
-def _most_bytes(process: int | str) -> int:
-    """0 if it has ended."""
+def _peak_bytes_of(process: int | str) -> int:
+    """Returns 0 if the process has ended."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     return int(match.group(1)) * 1024 if match is not None else 0
 
 
 def tree_bytes(process: int) -> int:
-    """Physical memory of a process and of all that it has started; 0 if it is gone."""
+    """Returns the physical memory of a process and its descendants; 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -45,12 +45,12 @@ def tree_bytes(process: int) -> int:
 
 
 def peak_of_command(command: Sequence[str], every_seconds: float = 0.02) -> int:
-    """Runs it to its end. The most that its processes had together, sampled; and no less than the first ever had."""
+    """Runs a command. Returns the largest sampled memory of its process tree, at least the first process's own peak."""
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
         peak = 0
         while True:
-            peak = max(peak, tree_bytes(child.pid), _most_bytes(child.pid))
+            peak = max(peak, tree_bytes(child.pid), _peak_bytes_of(child.pid))
             if child.poll() is not None:
                 break
             time.sleep(every_seconds)
@@ -61,6 +61,6 @@ def peak_of_command(command: Sequence[str], every_seconds: float = 0.02) -> int:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """function(*arguments), a module-level function, in a new process that ends afterwards."""
+    """Returns function(*arguments), computed in a new process. The function must be a module's."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)

@@ -1,19 +1,26 @@
-"""Comparing ways of doing a thing on a noisy machine: in pairs, order alternated, by the median of the ratios."""
+"""Compares works on a noisy machine: interleaved, in alternating order, by the median of the ratios of pairs."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 PAUSE_SECONDS = 0.01
-"""Before each measurement. torch's worker threads go on spinning for milliseconds after a parallel operation; without
-the pause they would take the cores from whatever is measured next."""
+"""Pause before each measurement. torch's worker threads keep spinning for milliseconds after a parallel operation and
+would take the cores from whatever is measured next."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of both, pair by pair."""
+    """Seconds of both works, pair by pair."""
 
     ours: list[float]
     baseline: list[float]
@@ -23,17 +30,17 @@ class Comparison:
         return [b / o for o, b in zip(self.ours, self.baseline, strict=True)]
 
     def fields(self, name: str) -> dict[str, float]:
-        """baseline / ours (more is better): the median of the pairs, and its range."""
+        """Returns baseline / ours (higher is better) as fields of a record: the median of the pairs, and the range."""
         return spread(name, self.ratios)
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Fields of a record: the median of the values, and their range."""
+    """Returns fields of a record: the median of the values, and their range."""
     return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which the true median lies with a probability of 95%: two of the values, by their order alone."""
+    """Returns two of the values, between which the true median lies with a probability of at least 95%."""
     ordered, n = sorted(values), len(values)
     num_beyond = 0
     # The median is below the k-th value with the probability that fewer than k of n fall below it.
@@ -49,7 +56,7 @@ def compare(
     num_pairs: int,
     prepare: Callable[[], object] = lambda: None,
 ) -> Comparison:
-    """`prepare` runs before each pair, untimed; one pair more is run first and left out."""
+    """Times both in turns. `prepare` runs before each pair, untimed. A first pair is not counted."""
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(num_pairs + 1):
         prepare()
@@ -62,7 +69,7 @@ def compare(
 
 
 def take_turns(works: Sequence[Callable[[], object]], num_rounds: int) -> list[list[float]]:
-    """Seconds of each work, round by round, each round beginning with another; a first round is left out."""
+    """Returns the seconds of each work, by round. Each round begins with another work. A first round is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for number in range(num_rounds + 1):
         for turn in range(len(works)):
@@ -71,6 +78,30 @@ def take_turns(works: Sequence[Callable[[], object]], num_rounds: int) -> list[l
             if number > 0:
                 times[which].append(seconds)
     return times
+
+
+def alternate(
+    works: Mapping[Name, Callable[[], Result]], num_rounds: int, warm_up_rounds: int = 1
+) -> dict[Name, list[Result]]:
+    """Runs all works in every round, in reverse order every other round. Returns the results of each, by round."""
+    results: dict[Name, list[Result]] = {name: [] for name in works}
+    for number in range(num_rounds + warm_up_rounds):
+        for name in list(works)[:: 1 if number % 2 else -1]:
+            result = works[name]()
+            if number >= warm_up_rounds:
+                results[name].append(result)
+    return results
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Has torch use one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""A plot as SVG: marks over categories, about a zero line. The same values give the same text."""
+"""Draws a plot as SVG: marks over categories, around a zero line. The same values give the same text."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 720, 260
-"""of the drawing with all around it; of the field with the marks"""
+"""Width of the whole drawing, and height of the field that holds the marks."""
 LEFT, RIGHT, TOP, MARGIN, LINE = 72, 16, 44, 12, 20
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 INK, GRID, BAND, PAPER = "#24292f", "#d0d7de", "#f6f8fa", "#ffffff"
@@ -25,11 +25,11 @@ class Series:
 
     name: str
     values: Sequence[Sequence[float]]
-    """For each category; several stand side by side."""
+    """Values for each category. Several stand side by side."""
 
 
 def strip_plot(title: str, axis: str, categories: Sequence[str], series: Sequence[Series]) -> str:
-    """A column for each category, in it a place for each mark, so that marks of equal values are seen side by side."""
+    """Draws a column for each category. Every mark has its own place in it, so equal values are seen side by side."""
     _check(categories, series)
     ticks = _ticks([value for one in series for values in one.values for value in values])
     body = [*_field(categories, ticks), *_marks(categories, series, ticks), *_legend(series)]
@@ -63,7 +63,7 @@ def _check(categories: Sequence[str], series: Sequence[Series]) -> None:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers around all values and zero."""
+    """Returns round numbers that enclose zero and all values."""
     low, high = min(0.0, *values), max(0.0, *values)
     if low == high:
         low, high = -1.0, 1.0
@@ -79,7 +79,7 @@ def _height_of(value: float, ticks: Sequence[float]) -> float:
 
 
 def _field(categories: Sequence[str], ticks: Sequence[float]) -> list[str]:
-    """Columns, grid and their labels. The zero line is the dark one."""
+    """Draws columns, grid and labels. The zero line is the dark one."""
     column = _column_width(categories)
     parts = []
     for number, category in enumerate(categories):

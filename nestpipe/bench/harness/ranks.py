@@ -1,4 +1,4 @@
-"""Ranks on this machine that measure together: what rank 0 finds comes back, one record after the other."""
+"""Runs a measurement on several ranks of this machine. The records of rank 0 come back one by one."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from nestpipe.device.streams import device_of_rank
 from nestpipe.distributed import World
 
 Work = Callable[..., Iterator[Record]]
-"""(world, arguments ...) -> records; every rank runs it, in a process of its own, so it must be a module's function"""
+"""(world, *arguments) -> records. Every rank calls it in its own process, so it must be a module's function."""
 
 POLL_SECONDS = 0.5
 
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.5
 def records_of_ranks(
     num_ranks: int, work: Work, *arguments: Any, device: str = "cpu", timeout_seconds: float = 25.0
 ) -> Iterator[Record]:
-    """Raises what a rank has raised. Ranks share devices if there are more of them."""
+    """Yields the records of rank 0. Raises the error of a rank that fails. Ranks share devices if there are too few."""
     results: Queue[Record | None] = get_context("spawn").Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = spawn(
@@ -53,7 +53,7 @@ def _run(
     device: str,
     timeout_seconds: float,
 ) -> None:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is held by the process that started this one
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent process holds the store
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     world = World(rank, num_ranks, timeout_seconds, device_of_rank(device, rank))

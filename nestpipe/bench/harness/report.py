@@ -1,11 +1,11 @@
-"""Running a benchmark and writing down its records with the environment."""
+"""Runs a benchmark, and writes its records together with the environment."""
 
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,10 +17,10 @@ import nestpipe
 from nestpipe.store.cores import usable_cores
 
 MOST_ACROSS = 4
-"""records side by side: what a terminal shows without cutting them off"""
+"""Records printed side by side; more would not fit a terminal."""
 
 Record = Mapping[str, int | float | str | bool]
-"""Flat: what identifies the measurement (dim, threads, method, ...) and what was measured."""
+"""Flat mapping: fields that identify the measurement (dim, threads, method, ...), and measured values."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Environment:
     load_before: float
     load_after: float
     busy: bool
-    """Something else was running: the figures are worth less."""
+    """Whether something else was running at the start, which makes the figures less reliable."""
     accelerator: str | None = None
-    """as its driver names it, with their number if there are several; None: the machine has none, as in all below"""
+    """Name, preceded by the number of devices if there are several. This and the rest are None without one."""
     driver: str | None = None
     cuda: str | None = None
-    """that torch was built with"""
+    """Version that torch was built with."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class BenchResult:
     records: list[Record]
 
 
-def run_bench(
-    name: str, make_records: Callable[[], Iterator[Record]], path: Path, console: Console, *, quick: bool
-) -> BenchResult:
-    """Runs it, with progress on the way, and writes `path`. If it fails, what it had found is beside it, `.partial`."""
+def run_bench(name: str, records: Iterator[Record], path: Path, console: Console, *, quick: bool) -> BenchResult:
+    """Iterates over the records, prints a line for each, and writes them to `path`.
+
+    If the benchmark fails, the records made so far are in `path` with `.partial` appended to its name.
+    """
     load_before = os.getloadavg()[0]
     started = time.perf_counter()
-    records: list[Record] = []
+    made: list[Record] = []
     partial = path.with_name(f"{path.name}.partial")
-    made = make_records()
     try:
-        for record in made:
-            records.append(record)
-            partial.write_text(json.dumps(records, indent=2) + "\n")
+        for record in records:
+            made.append(record)
+            partial.write_text(json.dumps(made, indent=2) + "\n")
             seconds = time.perf_counter() - started
-            line = f"{seconds:6.1f} s  record {len(records)}: {_identity(record)}"
+            line = f"{seconds:6.1f} s  record {len(made)}: {_identity(record)}"
             console.print(line, highlight=False, soft_wrap=True)
     finally:
-        if isinstance(made, Generator):
-            made.close()  # whatever happened here: what it has made for its measurements is removed
+        if isinstance(records, Generator):
+            records.close()  # an error here must not keep the benchmark from removing its files, ranks and hosts
     environment = Environment(
         cpu=_cpu_name(),
         cores=usable_cores(),
@@ -79,15 +79,15 @@ def run_bench(
         **_accelerator(),
     )
     if environment.busy:
-        console.print(f"the machine was busy when this started (load average {load_before:.2f})", style="yellow")
-    result = BenchResult(name, nestpipe.__version__, quick, environment, records)
+        console.print(f"the machine was busy at the start (load average {load_before:.2f})", style="yellow")
+    result = BenchResult(name, nestpipe.__version__, quick, environment, made)
     path.write_text(json.dumps(asdict(result), indent=2) + "\n")
     partial.unlink(missing_ok=True)
     return result
 
 
 def load_records(path: Path, bench: str) -> list[Record]:
-    """Of a result that `run_bench` wrote for this benchmark."""
+    """Reads the records of a result that `run_bench` wrote for this benchmark."""
     try:
         result = json.loads(path.read_text())
         name, records = result["bench"], result["records"]
@@ -99,7 +99,7 @@ def load_records(path: Path, bench: str) -> list[Record]:
 
 
 def print_records(result: BenchResult, console: Console) -> None:
-    """A block for each kind of record, that is, for each set of fields: fields down, records across."""
+    """Prints a table for each set of fields that records have: fields down, records across."""
     kinds: dict[tuple[str, ...], list[Record]] = {}
     for record in result.records:
         kinds.setdefault(tuple(record), []).append(record)
@@ -113,7 +113,7 @@ def print_records(result: BenchResult, console: Console) -> None:
 
 
 def _identity(record: Record) -> str:
-    """The leading fields that are not measurements."""
+    """Lists the fields that are not measurements."""
     named = [f"{name} {value}" for name, value in record.items() if not isinstance(value, float)]
     return ", ".join(named)
 
@@ -130,7 +130,7 @@ def _cpu_name() -> str:
 
 
 def _accelerator() -> dict[str, str | None]:
-    """Of this machine; also where a benchmark does not use it."""
+    """Describes the accelerator of this machine, whether or not the benchmark uses it."""
     if not torch.accelerator.is_available():
         return {}
     count, is_cuda = torch.accelerator.device_count(), torch.cuda.is_available()
@@ -143,8 +143,8 @@ def _accelerator() -> dict[str, str | None]:
 
 
 def _driver_version() -> str | None:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None

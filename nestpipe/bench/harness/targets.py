@@ -1,4 +1,4 @@
-"""The targets of benchmarks/targets.toml, and which of them a set of records misses."""
+"""Reads the targets in benchmarks/targets.toml, and finds those that records miss."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ class Target:
     field: str
     op: str
     value: float | str
-    """A number, or a formula of other fields of the same record."""
+    """Number, or formula of other fields of the same record."""
     where: dict[str, int | float | str | bool] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,13 +57,13 @@ class Target:
 
 def load_targets(bench: str, path: Path = TARGETS) -> list[Target]:
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: targets come with the source tree; run from a clone")
+        raise FileNotFoundError(f"{path} does not exist: targets come with the source tree; run from a clone")
     targets = [Target(**entry) for entry in tomllib.loads(path.read_text())["target"]]
     return [target for target in targets if target.bench == bench]
 
 
 def find_misses(targets: Iterable[Target], records: list[Record]) -> list[str]:
-    """A line for each record that misses a target, and for each target that no record answers."""
+    """Returns a line for each record that misses a target, and for each target that no record answers."""
     misses = []
     for target in targets:
         answers = [record for record in records if target.applies_to(record)]
@@ -77,7 +77,7 @@ def find_misses(targets: Iterable[Target], records: list[Record]) -> list[str]:
 
 
 def evaluate(formula: str, record: Record) -> float:
-    """Numbers, names of fields, + - * / and parentheses."""
+    """Computes a formula of numbers, names of fields, + - * / and parentheses."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:

@@ -1,1 +1,1 @@
-"""`bench network`: schedules between hosts that are joined by a slow link."""
+"""`bench network`: schedules on hosts that are joined by a slow link."""

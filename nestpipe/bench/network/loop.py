@@ -1,7 +1,6 @@
-"""What `bench network` trains: batches, two kinds of dense compute, and loops that take turns."""
+"""Training loops of `bench network`: batches, two kinds of dense compute, and loops that take turns."""
 
 import itertools
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestpipe.bench.network.figures import EXCHANGES, FIELDS, OF_SLOWEST, Shares, Way
+from nestpipe.bench.harness.ways import Way, count_exchanged, means
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Batches
 from nestpipe.data.synthetic.sequences import SequenceData
@@ -26,9 +25,7 @@ from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import MicroBatch, Step
-from nestpipe.pipelining.step_times import StepTimes
 from nestpipe.pipelining.trace import Span, Trace
-from nestpipe.recipe.summary import step_value
 from nestpipe.train.reducer import DenseReducer
 
 SEED = 1
@@ -37,7 +34,7 @@ FEATURE = "history"
 
 @dataclass(frozen=True)
 class Size:
-    """So that a row exchange, and a gradient return, take a quarter of a second on a link of 1 gbit."""
+    """Sizes for which a row exchange, or a gradient return, takes a quarter of a second on a link of 1 gbit."""
 
     batch_size: int = 512
     dim: int = 512
@@ -46,9 +43,9 @@ class Size:
     num_batches: int = 4
     num_rounds: int = 15
     counted: int = 1
-    """steps of a turn"""
+    """Counted steps of a turn."""
     num_probes: int = 15
-    """exchanges that the link's rate is measured with"""
+    """Exchanges that measure the link's rate."""
     probe_bytes: int = 8_000_000
 
 
@@ -56,7 +53,7 @@ QUICK = Size(batch_size=64, dim=32, hidden=16, num_rounds=2, counted=1, num_prob
 
 
 def make_batches(size: Size, rank: int, world_size: int) -> list[Batch]:
-    """Of behaviour sequences; `share` is what part of its batch's keys a sample has."""
+    """Makes batches of behaviour sequences. Input `share` is the sample's share of the batch's keys."""
     source = Batches(SequenceData(SEED), size.batch_size, rank, world_size)
     generator = torch.Generator().manual_seed(SEED)
     batches = []
@@ -72,17 +69,14 @@ def make_features(dim: int) -> dict[str, Feature]:
 
 
 def exchanges_of(batches: Sequence[Batch], size: Size, rank: int, world_size: int) -> tuple[list[int], int]:
-    """Counts, in this rank's batches, the keys whose rows arrive with the first micro-batch, whose gradients leave with
-    the last, and all; and the bytes of the smallest exchange with another rank."""
+    """Returns the counts of `count_exchanged` summed over the batches, and the bytes of the smallest exchange."""
     totals, smallest = [0, 0, 0], 1 << 62
     features = group_features(make_features(size.dim))
     for batch in batches:
         dedup = dedup_batch(features, batch, size.num_micro_batches, world_size, 1, BY_KEYS).groups[0]
         rows_in, gradients_out = requester_lists(dedup, "once", rank)
-        last = size.num_micro_batches - 1
-        head = rows_in.num_others(0) + rows_in.num_own(0)
-        tail = gradients_out.num_others(last) + gradients_out.num_own(last)
-        totals = [total + more for total, more in zip(totals, (head, tail, len(dedup.keys)), strict=True)]
+        counted = count_exchanged(dedup, rows_in, gradients_out)
+        totals = [total + more for total, more in zip(totals, counted, strict=True)]
         for counts in (rows_in.counts, gradients_out.counts):
             others = np.delete(counts, rank, axis=1)
             smallest = min(smallest, int(others.min()) * dedup.group.row_bytes)
@@ -90,8 +84,8 @@ def exchanges_of(batches: Sequence[Batch], size: Size, rank: int, world_size: in
 
 
 class Paced(nn.Module):
-    """Dense compute that takes its time and no processor, as on an accelerator: a batch sleeps for `sleep_ms`, each
-    micro-batch for its share. Gradients are made up."""
+    """Dense compute that takes time but no processor, as on an accelerator: a batch sleeps for `sleep_ms`, each
+    micro-batch for its share of that. Gradients are constants."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -109,7 +103,7 @@ class Paced(nn.Module):
 
 
 class Tower(nn.Module):
-    """Layers for every item of a history, their sum for each sample, a logit."""
+    """Applies layers to every item of a history, sums the items of each sample, and computes a logit."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -135,7 +129,7 @@ MODELS: dict[str, type[Paced] | type[Tower]] = {"paced": Paced, "real": Tower}
 
 
 class Loop:
-    """Trains on and on in one way. Its channels are its own: lanes of another loop may still be at work."""
+    """Trains in one way, turn by turn. Has its own channels, because lanes of another loop may still be busy."""
 
     def __init__(self, way: Way, compute: str, size: Size, batches: list[Batch], world: World, threads: int) -> None:
         self.world = World(world.rank, world.size)
@@ -160,10 +154,10 @@ class Loop:
         self._next = next(self._steps)
 
     def turn(self, num_steps: int) -> dict[str, float]:
-        """The means of so many steps.
+        """Trains, and returns the means of the last `num_steps` steps.
 
         The times of a step are complete when the next one has begun. So the first step of a turn, which began in the
-        turn before, is left out.
+        previous turn, does not count.
         """
         self.spans.clear()
         for _ in range(num_steps + 1):
@@ -181,24 +175,3 @@ class Loop:
         self.optimizer.zero_grad()
         step.update_rows()
         self._next = next(self._steps)
-
-
-def means(times: Sequence[StepTimes], world: World) -> dict[str, float]:
-    """Over steps; over ranks too, but of the slowest rank where that is what counts. The same on all ranks."""
-    names = (*FIELDS, *EXCHANGES)
-    mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
-    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
-    return {
-        name: float(of_ranks[:, i].max() if name in OF_SLOWEST else of_ranks[:, i].mean())
-        for i, name in enumerate(names)
-    }
-
-
-def shares_of(totals: Sequence[float]) -> Shares:
-    return Shares(totals[0] / totals[2], totals[1] / totals[2])
-
-
-def _value(times: StepTimes, name: str) -> float:
-    if name in EXCHANGES:
-        return times.stages[name.removesuffix("_ms")]
-    return step_value(times, name)

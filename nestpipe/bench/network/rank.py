@@ -1,4 +1,4 @@
-"""One rank of `bench network`, on a host of its own; rank 0 prints a record a line."""
+"""One rank of `bench network`, on its own host. Rank 0 prints one record per line, as JSON."""
 
 import argparse
 import json
@@ -6,19 +6,22 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from nestpipe.bench.harness.pairs import spread
-from nestpipe.bench.network.figures import Rounds, Shares, Values, Way, medians, ratios
-from nestpipe.bench.network.loop import QUICK, SEED, Loop, Paced, Size, exchanges_of, make_batches, shares_of
+from nestpipe.bench.harness.pairs import alternate, spread
+from nestpipe.bench.harness.ways import Rounds, Shares, Way, medians, ratios, shares_of
+from nestpipe.bench.network.loop import QUICK, SEED, Loop, Paced, Size, exchanges_of, make_batches
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
 from nestpipe.store.cores import usable_cores
 
+Record = dict[str, int | float | str | bool]
+
 PACE = 1.5
-"""dense time over serial's exchange time, where dense compute is paced"""
+"""Time of paced dense compute, relative to serial's exchange time."""
 
 
 def main() -> None:
@@ -33,13 +36,12 @@ def main() -> None:
         if world.rank == 0:
             print(json.dumps(record), flush=True)
     world.control.all_reduce_sum(torch.zeros(1))
-    os._exit(0)  # lanes wait for steps that do not come; nothing of them is kept
-
-
-Record = dict[str, int | float | str | bool]
+    os._exit(0)  # does not wait for lanes, which wait for further steps
 
 
 class Bench:
+    """The measurement, as this rank takes part in it."""
+
     def __init__(self, size: Size, world: World) -> None:
         self.size = size
         self.world = world
@@ -47,9 +49,9 @@ class Bench:
         torch.set_num_threads(self.threads)
         self.batches = make_batches(size, world.rank, world.size)
         totals, smallest = exchanges_of(self.batches, size, world.rank, world.size)
-        of_ranks = self._of_ranks([*totals, smallest])
-        self.shares: Shares = shares_of(of_ranks.sum(0).tolist())
-        self.smallest_exchange_bytes = int(of_ranks[:, 3].min())
+        by_rank = self._by_rank([*totals, smallest])
+        self.shares: Shares = shares_of(by_rank[:, :3].sum(0).tolist())
+        self.smallest_exchange_bytes = int(by_rank[:, 3].min())
 
     def records(self, rate: str, burst_bytes: int) -> Iterator[Record]:
         yield self._link(rate, burst_bytes)
@@ -59,10 +61,10 @@ class Bench:
         yield from self._compare("real", ways)
 
     def _link(self, rate: str, burst_bytes: int) -> Record:
-        """Megabytes a second in one direction: when only rank 0 sends, and when both do."""
+        """Measures megabytes per second in one direction: if only rank 0 sends, and if both ranks do."""
         size = self.size
-        here = {"one_way": size.probe_bytes if self.world.rank == 0 else 0, "two_way": size.probe_bytes}
-        there = {"one_way": size.probe_bytes - here["one_way"], "two_way": size.probe_bytes}
+        sent = {"one_way": size.probe_bytes if self.world.rank == 0 else 0, "two_way": size.probe_bytes}
+        received = {"one_way": size.probe_bytes - sent["one_way"], "two_way": size.probe_bytes}
         record: Record = {
             "rate": rate,
             "ranks": self.world.size,
@@ -71,13 +73,13 @@ class Bench:
             "smallest_exchange_bytes": self.smallest_exchange_bytes,
             "probe_bytes": size.probe_bytes,
         }
-        for name in here:
-            speeds = [size.probe_bytes / 1e6 / self._probe(here[name], there[name]) for _ in range(size.num_probes)]
+        for name in sent:
+            speeds = [size.probe_bytes / 1e6 / self._probe(sent[name], received[name]) for _ in range(size.num_probes)]
             record |= spread(f"{name}_mb_per_second", speeds)
         return record
 
     def _probe(self, send_bytes: int, receive_bytes: int) -> float:
-        """Seconds of an exchange, until all ranks have it."""
+        """Returns the seconds of an exchange, until all ranks have received it."""
         other = 1 - self.world.rank
         sent = [0, 0]
         received = [0, 0]
@@ -93,19 +95,17 @@ class Bench:
         size = self.size
         loops = {way: Loop(way, compute, size, self.batches, self.world, self.threads) for way in ways}
         for loop in loops.values():
-            loop.turn(size.num_batches)  # every row is there, all memory was touched
+            loop.turn(size.num_batches)  # creates every row and touches all memory
         sleep_ms = self._set_pace(loops) if compute == "paced" else 0.0
-        rounds: dict[Way, list[Values]] = {way: [] for way in ways}
-        for number in range(size.num_rounds):
-            for way in ways[:: 1 if number % 2 else -1]:
-                rounds[way].append(loops[way].turn(size.counted))
+        turns = {way: partial(loop.turn, size.counted) for way, loop in loops.items()}
+        rounds = alternate(turns, size.num_rounds, warm_up_rounds=0)
         for way in ways:
             yield self._record(way, compute, rounds, sleep_ms)
 
     def _set_pace(self, loops: dict[Way, Loop]) -> float:
         serial, size = loops[Way("serial", 1)], self.size
         exchange_ms = statistics.median(serial.turn(size.num_batches)["exposed_exchange_ms"] for _ in range(5))
-        sleep_ms = PACE * exchange_ms  # the same number on all ranks
+        sleep_ms = PACE * exchange_ms  # means over ranks, so the same number on all of them
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = sleep_ms
@@ -133,7 +133,7 @@ class Bench:
             record |= {"paced_ms": sleep_ms, "paced_over_exchange": sleep_ms / exchange_ms}
         return record
 
-    def _of_ranks(self, numbers: list[int]) -> torch.Tensor:
+    def _by_rank(self, numbers: list[int]) -> torch.Tensor:
         mine = torch.tensor(numbers, dtype=torch.float64)
         return self.world.control.all_to_all_equal(mine.expand(self.world.size, -1))
 

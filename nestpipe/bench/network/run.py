@@ -1,6 +1,6 @@
-"""`bench network`: how much of the exchange each schedule hides when ranks are on hosts with a slow link between them.
+"""`bench network`: how much of the exchange each schedule hides if ranks are on hosts with a slow link between them.
 
-Here the hosts are made and the ranks started; what they measure is in network_rank.py, and comes back as lines of JSON.
+This module makes the hosts and starts the ranks. The ranks run network/rank.py, and print their records as JSON.
 """
 
 import json
@@ -8,17 +8,38 @@ import select
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
-from nestpipe.bench.harness.hosts import linked_hosts, ranks_on
+import typer
+
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.hosts import check_possible, linked_hosts, ranks_on
 from nestpipe.bench.harness.report import Record
 
 BURST_BYTES = 32768
-"""that a host may send at once, faster than its rate; the smallest exchange has to be at least 8 times as large"""
+"""Bytes that a host may send at once, faster than its rate. The smallest exchange must be at least 8 times as large."""
 GRACE_SECONDS = 5.0
-"""how long the other ranks may go on when one has failed: they hear of it and say so themselves"""
+"""Time that the other ranks have to end, after one has failed. They learn of the failure and report it themselves."""
 
 
-def records(rate: str, quick: bool) -> Iterator[Record]:
+def records(
+    quick: bool,
+    *,
+    hosts: Annotated[int, typer.Option("--hosts", help="Network namespaces that emulate hosts, with a rank each.")] = 2,
+    rate: Annotated[
+        str, typer.Option("--rate", help="Rate of the link between them, each way, in the notation of tc.")
+    ] = "1gbit",
+) -> Iterator[Record]:
+    check_possible(hosts, rate)
+    return _records(quick, rate)
+
+
+BENCHMARK = Benchmark(
+    "network", records, "How much each schedule hides of the exchange between two hosts on a slow link. Needs root."
+)
+
+
+def _records(quick: bool, rate: str) -> Iterator[Record]:
     arguments = [*(["--quick"] if quick else []), f"--rate={rate}", f"--burst-bytes={BURST_BYTES}"]
     with (
         linked_hosts(rate, BURST_BYTES) as hosts,
@@ -29,7 +50,7 @@ def records(rate: str, quick: bool) -> Iterator[Record]:
 
 
 def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
-    """What rank 0 prints, until all ranks have ended well."""
+    """Yields the lines that rank 0 prints, until all ranks have ended. Raises RuntimeError if one of them failed."""
     output = ranks[0].stdout
     assert output is not None
     is_open, deadline = True, None
@@ -48,4 +69,4 @@ def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
     failed = {number: rank.poll() for number, rank in enumerate(ranks) if rank.poll() != 0}
     if failed:
         codes = ", ".join(f"rank {number}: {'no end' if code is None else code}" for number, code in failed.items())
-        raise RuntimeError(f"ranks of the benchmark failed (exit codes: {codes}); what they say stands above")
+        raise RuntimeError(f"ranks of the benchmark failed (exit codes: {codes}); their messages stand above")

@@ -1,1 +1,1 @@
-"""`bench reader`: samples that one core reads from files."""
+"""`bench reader`: how fast one core reads samples from files."""

@@ -1,4 +1,4 @@
-"""What `bench reader` reads: prepared folders of clicks and of histories, as large rows as the published ones."""
+"""Writes the data that `bench reader` reads: prepared folders of clicks and histories, with rows of realistic size."""
 
 from pathlib import Path
 
@@ -11,16 +11,16 @@ from nestpipe.data.synthetic.clicks import NUM_DENSE, ClickData
 from nestpipe.data.synthetic.draws import normal, stream, zipf_quantiles, zipf_values
 
 MISSING_SHARE = 0.04
-"""of the keys of every third field; Criteo Kaggle lacks about as many"""
+"""Share of missing keys in every third field, about that of Criteo Kaggle."""
 NUM_USERS, NUM_ITEMS = 6040, 3706
-"""of MovieLens-1M"""
+"""Users and items of MovieLens-1M."""
 FEWEST, MEDIAN, SPREAD, MOST = 20, 96, 1.05, 2314
-"""lengths of its histories, and about how they are distributed"""
+"""Approximate distribution of the lengths of its histories: log-normal, clipped."""
 USERS_A_GROUP = 2000
 
 
 def write_clicks(folder: Path, num_groups: int, group_rows: int) -> None:
-    """The synthetic clicks in the form of prepared Criteo data: keys of 32 bits, some missing."""
+    """Writes the synthetic clicks in the form of prepared Criteo data: keys of 32 bits, some missing."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -44,7 +44,7 @@ def write_clicks(folder: Path, num_groups: int, group_rows: int) -> None:
 
 
 def write_histories(folder: Path, num_users: int = NUM_USERS) -> None:
-    """Users as many, and histories as long, as those of MovieLens-1M."""
+    """Writes histories with the number of users and the lengths of MovieLens-1M."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,11 +1,12 @@
-"""`bench reader`: what the loader reads with one core against what training consumes.
+"""`bench reader`: samples that the loader reads on one core against samples that training consumes.
 
-Clicks: the demo, `nestpipe train` on this machine with one rank, its synthetic data and all its threads, against the
-loader on clicks prepared like Criteo's, in batches of the demo's size. Histories: the recipe hstu-ml-1m on histories
-prepared like MovieLens-1M, against the loader of that recipe, negatives included. The loader runs on a thread that is
-bound to one core, as are the threads that it starts to read ahead; files are in the page cache. A pair is a stretch of
-training and an epoch of reading, from opening the files to the last batch, so that nothing is read ahead outside of the
-measured time; reader_vs_demo is the ratio of their samples a second.
+Clicks: the demo, `nestpipe train` with one rank, its synthetic data and all threads, against the loader on clicks
+prepared like Criteo's, in batches of the demo's size. Histories: the recipe hstu-ml-1m on histories prepared like
+MovieLens-1M, against the loader of that recipe, negatives included.
+
+The loader runs on a thread bound to one core, and so do the threads that it starts to read ahead. Files are in the page
+cache. A pair is a stretch of training and an epoch of reading, from opening the files to the last batch, so nothing is
+read ahead outside the measured time. reader_vs_demo is the ratio of their samples per second.
 """
 
 import os
@@ -16,6 +17,7 @@ from threading import Thread
 
 import torch
 
+from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.pairs import compare, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.harness.requirements import source_file
@@ -52,8 +54,15 @@ def records(quick: bool) -> Iterator[Record]:
         yield measure("histories", hstu.resolved(1, cores), reading, 1 if quick else 4, num_pairs)
 
 
+BENCHMARK = Benchmark(
+    "reader",
+    records,
+    "The loader on one core against the speed of training: clicks for the demo, histories for an HSTU recipe.",
+)
+
+
 def measure(data: str, training: Config, reading: Config, num_steps: int, num_pairs: int) -> Record:
-    """So many steps of training in each pair."""
+    """Compares reading an epoch with training `num_steps` steps, in pairs."""
     threads = training.runtime.dense_threads
     assert threads is not None
     torch.set_num_threads(threads)
@@ -89,11 +98,11 @@ def measure(data: str, training: Config, reading: Config, num_steps: int, num_pa
 
 
 def on_one_core(core: int, work: Callable[[], None]) -> None:
-    """On a thread of its own, which is bound to the core with all threads that it starts."""
+    """Runs the work on a new thread that is bound to the core, as are all threads that it starts."""
     failures: list[BaseException] = []
 
     def bound() -> None:
-        os.sched_setaffinity(0, {core})  # of this thread alone
+        os.sched_setaffinity(0, {core})  # binds this thread alone
         try:
             work()
         except BaseException as error:

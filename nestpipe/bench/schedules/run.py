@@ -1,7 +1,7 @@
-"""`bench schedules`: what a schedule hides, and what it costs, against serial; one rank, rows in host memory.
+"""`bench schedules`: what a schedule hides, and what it costs, against serial, with one rank and rows in host memory.
 
-Every loop trains the same model on the same stream of batches with a store of its own. They take turns in one process;
-the first steps of a turn are left out, since lanes of the loop before may still be at work, and its own have run ahead.
+Every loop trains the same model on the same batches with its own store. They take turns in one process. The first steps
+of a turn do not count, because lanes of the previous loop may still be busy, and the loop's own lanes have run ahead.
 """
 
 import itertools
@@ -9,11 +9,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from nestpipe.bench.harness.pairs import median_interval, spread
+from nestpipe.bench.harness.benchmark import Benchmark
+from nestpipe.bench.harness.pairs import alternate, median_interval, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.schedules.small import small_batch_records
 from nestpipe.data.batch import Batch, Jagged
@@ -29,13 +31,13 @@ from nestpipe.train.reducer import DenseReducer
 SEED = 1
 DIM = 64
 PIPELINED = ("inter", "nested")
-"""what is compared with serial; with one rank there is no exchange, so intra would be serial"""
+"""Schedules that are compared with serial. With one rank there is no exchange, so intra would equal serial."""
 NUM_BATCHES = 12
 
 
 @dataclass(frozen=True)
 class Size:
-    """So that serial spends a quarter to two fifths of a step on the host store."""
+    """Sizes for which serial spends a quarter to two fifths of a step on the host store."""
 
     num_rows: int = 2_000_000
     num_samples: int = 2048
@@ -44,7 +46,7 @@ class Size:
     overlap: float = 0.25
     num_rounds: int = 25
     left_out: int = 3
-    """steps at the beginning of each turn"""
+    """Steps at the beginning of each turn that do not count."""
     counted: int = 4
 
     @property
@@ -54,7 +56,7 @@ class Size:
 
 QUICK = Size(num_rows=20_000, num_samples=128, keys_a_sample=16, hidden=64, num_rounds=3)
 OVERHEAD = Size(num_rows=20_000, keys_a_sample=2, hidden=768, num_rounds=40)
-"""a tenth of a second of dense compute, as in the demo, and so little to look up that hiding it gains nothing"""
+"""A tenth of a second of dense compute, as in the demo, and too little to look up for hiding it to gain anything."""
 QUICK_OVERHEAD = replace(QUICK, keys_a_sample=2)
 
 
@@ -65,6 +67,13 @@ def records(quick: bool) -> Iterator[Record]:
     for overlap in (0.0, 0.6, 1.0):
         yield _host_traffic(overlap)
     yield from small_batch_records(quick)
+
+
+BENCHMARK = Benchmark(
+    "schedules",
+    records,
+    "What each schedule hides against serial, on one rank; host traffic by overlap; overhead with small batches.",
+)
 
 
 class Tower(nn.Module):
@@ -82,19 +91,19 @@ class Tower(nn.Module):
 
 
 class Loop:
-    """Trains on and on with one schedule."""
+    """Trains with one schedule, turn by turn."""
 
     def __init__(self, schedule: str, threads: int, size: Size, batches: list[Batch], spans: list[Span] | None) -> None:
         self.threads = threads
         table = Table("item", DIM, optimizer=Adagrad(0.01))
         features: dict[str, Feature] = {"items": Pooled(table)}
         store = make_store([table], SEED, threads)
-        for keys in torch.arange(size.num_rows).split(1 << 18):  # every row is there, as after a long time of training
+        for keys in torch.arange(size.num_rows).split(1 << 18):  # creates all rows, as long training would
             store.scatter(table.name, keys, store.gather(table.name, keys).records, step=0)
         self.model = Tower(size.hidden)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
         self.reducer = DenseReducer(self.model, World())
-        self.trace = Trace([], spans)  # a list of all steps: a StepLog keeps the last ones only
+        self.trace = Trace([], spans)  # a list keeps all steps, a StepLog only the last ones
         self.pipeline = Pipeline(
             features,
             itertools.cycle(batches),
@@ -107,8 +116,9 @@ class Loop:
         self._steps = iter(self.pipeline)
 
     def turn(self, num_steps: int) -> list[StepTimes]:
+        """Trains, and returns the times of the steps."""
         torch.set_num_threads(self.threads)
-        time.sleep(0.1)  # lanes of the other loops finish what they were handed
+        time.sleep(0.1)  # lets lanes of the other loops finish
         first = len(self.trace.steps)
         for _ in range(num_steps + 1):  # the times of a step are complete when the next one begins
             self._step()
@@ -135,39 +145,35 @@ def _compare(size: Size) -> Iterator[Record]:
     loops = {("serial", 1): Loop("serial", 1, size, batches, None)}
     loops |= {(name, 1): Loop(name, 1, size, batches, spans if name == "nested" else None) for name in PIPELINED}
     loops[("serial", 2)] = Loop("serial", 2, size, batches, None)
-    rounds: dict[tuple[str, int], list[dict[str, float]]] = {which: [] for which in loops}
-    for number in range(size.num_rounds + 1):
-        order = list(loops)[:: 1 if number % 2 else -1]
-        for which in order:
-            times = loops[which].turn(size.left_out + size.counted)[-size.counted :]
-            if number > 0:
-                rounds[which].append(
-                    {name: statistics.mean(step_value(t, name) for t in times) for name in STEP_FIELDS}
-                )
+    turns = {which: partial(_mean_fields, loop, size) for which, loop in loops.items()}
+    rounds = alternate(turns, size.num_rounds)
     num_steps = len(loops[("nested", 1)].trace.steps)
     for loop in loops.values():
         loop.close()
-    for which, of_rounds in rounds.items():
-        record = _record(which, of_rounds, rounds[("serial", 1)], size)
+    for which in loops:
+        record = _record(which, rounds[which], rounds[("serial", 1)], size)
         if which[0] == "nested":
             cost = len(spans) / num_steps * _milliseconds_of_a_span() / float(record["step_ms"])
             record |= {"spans_per_step": len(spans) / num_steps, "trace_cost_fraction": cost}
         yield record
 
 
+def _mean_fields(loop: Loop, size: Size) -> dict[str, float]:
+    """Trains for a turn, and returns the means over its counted steps."""
+    times = loop.turn(size.left_out + size.counted)[-size.counted :]
+    return {name: statistics.mean(step_value(t, name) for t in times) for name in STEP_FIELDS}
+
+
 def _overhead(size: Size) -> Record:
-    """Of nested at one rank and one micro-batch, where it can gain nothing: threads, hand-overs, the second buffer."""
+    """Measures what nested costs where it can gain nothing, with one rank and one micro-batch: threads, hand-overs."""
     batches = make_batches(size.overlap, NUM_BATCHES, size)
     loops = {schedule: Loop(schedule, 1, size, batches, None) for schedule in ("serial", "nested")}
-    rounds: dict[str, list[float]] = {schedule: [] for schedule in loops}
-    for number in range(size.num_rounds + 1):
-        for schedule in list(loops)[:: 1 if number % 2 else -1]:
-            times = loops[schedule].turn(size.left_out + size.counted)[-size.counted :]
-            if number > 0:
-                rounds[schedule].append(statistics.mean(step.step_ms for step in times))
+    turns = {schedule: partial(_mean_fields, loop, size) for schedule, loop in loops.items()}
+    rounds = alternate(turns, size.num_rounds)
+    step_ms = {schedule: [fields["step_ms"] for fields in rounds[schedule]] for schedule in loops}
     for loop in loops.values():
         loop.close()
-    ratios = [n / s for n, s in zip(rounds["nested"], rounds["serial"], strict=True)]
+    ratios = [n / s for n, s in zip(step_ms["nested"], step_ms["serial"], strict=True)]
     low, high = median_interval(ratios)
     return {
         "schedule": "nested",
@@ -179,8 +185,8 @@ def _overhead(size: Size) -> Record:
         "num_rounds": size.num_rounds,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "seed": SEED,
-        "serial_step_ms": statistics.median(rounds["serial"]),
-        "nested_step_ms": statistics.median(rounds["nested"]),
+        "serial_step_ms": statistics.median(step_ms["serial"]),
+        "nested_step_ms": statistics.median(step_ms["nested"]),
         "overhead_vs_serial": statistics.median(ratios),
         "overhead_vs_serial_95_low": low,
         "overhead_vs_serial_95_high": high,
@@ -219,8 +225,10 @@ def _record(
 
 
 def make_batches(overlap: float, num_batches: int, size: Size) -> list[Batch]:
-    """Batches of distinct keys, of which a given share is in the batch before it, too. They may be repeated in a circle
-    if the overlap is none or all; else the first after the last has a chance overlap only."""
+    """Makes batches of distinct keys that share a given part of their keys with the previous batch.
+
+    If they are repeated, the first batch shares keys with the last one by chance only, unless the overlap is 0 or 1.
+    """
     generator = torch.Generator().manual_seed(SEED)
     num_kept = round(size.num_keys * overlap)
     batches, before = [], torch.empty(0, dtype=torch.int64)
@@ -237,7 +245,7 @@ def make_batches(overlap: float, num_batches: int, size: Size) -> list[Batch]:
 
 
 def _host_traffic(overlap: float) -> Record:
-    """Bytes, not times: the first steps and the last one, which writes everything, are left out."""
+    """Compares bytes, not times. The first steps and the last one, which writes all rows back, do not count."""
     small = Size(num_rows=60_000, num_samples=128, keys_a_sample=64, hidden=8)
     totals = {}
     for schedule in ("serial", "inter"):

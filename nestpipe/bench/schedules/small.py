@@ -1,17 +1,18 @@
-"""Small batches in `bench schedules`: the demo's model and 26 tables, inter against serial; one rank.
+"""Small batches in `bench schedules`: the demo's model and its 26 tables, inter against serial, on one rank.
 
-A small batch gives a schedule little to hide. What shows is what the schedule costs: lanes, hand-overs between them,
-and calls for each table from several threads that share one interpreter. The batches are made before the measurement.
+A small batch gives a schedule little to hide, so the measurement shows what the schedule costs: lanes, hand-overs
+between them, and Python calls from several threads of one interpreter. The batches are made before the measurement.
 """
 
 import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from nestpipe.bench.harness.pairs import spread
+from nestpipe.bench.harness.pairs import alternate, one_thread, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
@@ -27,7 +28,7 @@ NUM_BATCHES = 12
 class Turns:
     num_rounds: int = 15
     left_out: int = 5
-    """steps at the beginning of each turn, while the pipeline fills"""
+    """Steps at the beginning of each turn that do not count, because the pipeline fills."""
     counted: int = 15
 
 
@@ -57,24 +58,15 @@ def _record(batch_size: int, turns: Turns) -> Record:
         "seed": config.train.seed,
         "serial_step_ms": statistics.median(step_ms["serial"]),
         "step_ms": statistics.median(step_ms["inter"]),
-        **spread("small_batch_overhead", [d / s for d, s in zip(step_ms["inter"], step_ms["serial"], strict=True)]),
+        **spread("small_batch_overhead", [i / s for i, s in zip(step_ms["inter"], step_ms["serial"], strict=True)]),
     }
 
 
 def _rounds(trainers: dict[str, Trainer], batches: list[Batch], turns: Turns) -> dict[str, list[float]]:
-    """Returns the mean step time of each turn, by schedule. A first round is left out."""
-    rounds: dict[str, list[float]] = {schedule: [] for schedule in trainers}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for number in range(turns.num_rounds + 1):
-            for schedule in list(trainers)[:: 1 if number % 2 else -1]:
-                step_ms = _turn(trainers[schedule], batches, turns)
-                if number > 0:
-                    rounds[schedule].append(step_ms)
-    finally:
-        torch.set_num_threads(threads)
-    return rounds
+    """Returns the mean step time of each turn, by schedule."""
+    with one_thread():
+        works = {name: partial(_turn, trainer, batches, turns) for name, trainer in trainers.items()}
+        return alternate(works, turns.num_rounds)
 
 
 def _turn(trainer: Trainer, batches: list[Batch], turns: Turns) -> float:

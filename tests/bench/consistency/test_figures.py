@@ -1,4 +1,4 @@
-"""The plot and the table of `bench consistency`, on made-up records; and those in docs/ are of the committed result."""
+"""The plot and the table of `bench consistency`: on made-up records, and in docs/ those of the committed result."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def whole_run() -> list[Record]:
 
 
 def test_plot_names_and_counts() -> None:
-    """Fails if stale runs are drawn among those of their schedule."""
+    """Fails if runs with stale rows are drawn like the others of their schedule."""
     svg = plot(whole_run())
     names = re.findall(r'text-anchor="start">([^<]+)<', svg)
     assert names == [
@@ -46,7 +46,7 @@ def test_plot_names_and_counts() -> None:
 
 
 def test_differences_are_from_serial_of_the_same_seed() -> None:
-    """Fails if the first serial serves every seed."""
+    """Fails if every seed is compared with the first serial."""
     other = {**record(2, "serial", less={"hr_10": 0.5})}
     stale = record(2, "nested", True, {"hr_10": 0.5 - 2**-9})
     text = table([record(1, "serial"), other, stale])
@@ -64,7 +64,7 @@ def test_table() -> None:
     ]
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_records_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="no record of serial with seed 2"):
         plot([record(1, "serial"), record(2, "nested", True)])
     for records in ([], [record(1, "serial")]):
@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 def test_documents_show_the_committed_result() -> None:
-    """`nestpipe bench redraw benchmarks/results/consistency.json --plot docs/consistency.svg` mends it."""
+    """If it fails, run `nestpipe bench redraw benchmarks/results/consistency.json --plot docs/consistency.svg`."""
     records = load_records(ROOT / "benchmarks" / "results" / "consistency.json", "consistency")
     assert (ROOT / "docs" / "consistency.svg").read_text() == plot(records)
     assert f"\n\n{table(records)}\n\n" in (ROOT / "docs" / "consistency.md").read_text()

@@ -1,4 +1,4 @@
-"""Part four-ranks of `bench h200`: its batches, how its sizes are found, its figures; and a small run on CPUs."""
+"""Part four-ranks of `bench h200`: its batches, sizes and figures, and a small run on CPUs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ from nestpipe.bench.h200.four_ranks_recipe import (
 from nestpipe.bench.harness.ranks import records_of_ranks
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.harness.targets import find_misses, load_targets
-from nestpipe.bench.network.figures import EXCHANGES, FIELDS, Shares, Way, least_step_ms
+from nestpipe.bench.harness.ways import EXCHANGES, FIELDS, Shares, Way, least_step_ms
 from nestpipe.data import Batch
 from nestpipe.distributed import World
 from nestpipe.store import group_by_owner
@@ -43,10 +43,9 @@ def keys_of(batch: Batch) -> set[int]:
     return set(batch.keys["history"].values.tolist())
 
 
-def test_so_many_keys_are_other_ranks() -> None:
-    """Fails if counts_of_owners forgets the other ranks, or if requesters take from the same part of a pool."""
-    of_ranks = batches_of_ranks()
-    for batches in zip(*of_ranks, strict=True):
+def test_other_ranks_own_the_remote_share() -> None:
+    """Fails if counts_of_owners forgets the other ranks, or if requesters draw from the same part of a pool."""
+    for batches in zip(*batches_of_ranks(), strict=True):
         owned = torch.zeros(NUM_RANKS, dtype=torch.int64)
         for rank, batch in enumerate(batches):
             keys = torch.tensor(sorted(keys_of(batch)))
@@ -55,11 +54,11 @@ def test_so_many_keys_are_other_ranks() -> None:
             assert 1 - int(counts[rank]) / len(keys) == pytest.approx(0.3, abs=0.03)
             owned += counts
         assert len(set().union(*map(keys_of, batches))) == NUM_RANKS * RECIPE.num_distinct
-        assert int(owned.max() - owned.min()) <= 8  # shared keys are drawn by chance
+        assert int(owned.max() - owned.min()) <= 8  # shared keys are random
 
 
-def test_so_many_keys_are_those_of_the_batch_before() -> None:
-    """In a circle. Fails if the shared keys are new ones of the same batch."""
+def test_batches_share_keys_with_the_previous_one() -> None:
+    """The first shares with the last. Fails if the shared keys are new ones of the same batch."""
     for batches in batches_of_ranks():
         for number, batch in enumerate(batches):
             shared = keys_of(batch) & keys_of(batches[number - 1])
@@ -83,7 +82,7 @@ def test_batches_that_cannot_be_made() -> None:
 
 
 def machine(recipe: Recipe) -> Mapping[str, float]:
-    """A step of serial on a machine that has fixed costs, too."""
+    """Returns a step of serial on a machine with fixed and proportional costs."""
     parts = {
         "exposed_lookup_ms": 180.0,
         "exposed_exchange_ms": 6.0 + 240.0 * recipe.remote_share,
@@ -94,8 +93,8 @@ def machine(recipe: Recipe) -> Mapping[str, float]:
 
 @pytest.mark.parametrize("remote_share", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize("repeats", [1, 8, 40])
-def test_sizes_are_found(remote_share: float, repeats: int) -> None:
-    """In as many attempts as there are. Fails if `adjusted` takes lookup for what it leaves of a step, for example."""
+def test_calibration_converges(remote_share: float, repeats: int) -> None:
+    """Within the allowed attempts. Fails, for example, if `adjusted` swaps the shares of lookup and exchange."""
     recipe = replace(AS_PUBLISHED, remote_share=remote_share, repeats=repeats)
     for _ in range(four_ranks.Size().num_calibrations):
         recipe = adjusted(recipe, machine(recipe))
@@ -148,7 +147,7 @@ SHARES = Shares(0.2, 0.1)
 
 
 def test_figures_of_serial() -> None:
-    """Shares stand where their limits are meant for, and nowhere else."""
+    """Shares are fields only of the records that their targets are for."""
     fields = figures(SERIAL, ROUNDS, SHARES, AS_PUBLISHED)
     assert (fields["lookup_share"], fields["exchange_share"]) == (0.5, 0.2)
     assert fields["published_speedup"] == 1.0
@@ -158,7 +157,7 @@ def test_figures_of_serial() -> None:
 
 
 def test_figures_of_nested() -> None:
-    """Fails if _allowed_parts takes the exchange of serial in as many parts, or the head for the tail."""
+    """Fails if _allowed_parts uses the exchange of serial with 8 micro-batches, or swaps head and tail."""
     fields = figures(NESTED, ROUNDS, SHARES, AS_PUBLISHED)
     assert fields["speedup_vs_serial"] == 800 / 250
     assert fields["exposed_exchange_fraction"] == 24 / 160
@@ -182,10 +181,12 @@ def run_small(world: World) -> list[Record]:
 
 @pytest.mark.slow
 def test_small_run() -> None:
-    """Both ranks choose the same sizes; every target has a record that answers it; digests are equal."""
-    made, of_other = run_ranks(2, run_small)
+    """Both ranks choose the same sizes, a record answers every target, and digests are equal."""
+    made, made_by_other = run_ranks(2, run_small)
     identity = ("recipe", "schedule", "num_micro_batches", "remote_share", "repeats", "num_steps", "head_share")
-    assert [[r.get(name) for name in identity] for r in made] == [[r.get(name) for name in identity] for r in of_other]
+    assert [[r.get(name) for name in identity] for r in made] == [
+        [r.get(name) for name in identity] for r in made_by_other
+    ]
     misses = find_misses(load_targets("h200-four-ranks"), made)
     assert not [miss for miss in misses if "no record answers it" in miss or "digests_equal" in miss]
     compared = [r for r in made if "remote_share" in r and "calibration" not in r]
@@ -220,7 +221,7 @@ def fail_on_one(world: World) -> Iterator[Record]:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rank_is_seen() -> None:
-    """Fails if records_of_ranks does not look after its ranks while it waits for records."""
+def test_an_error_of_a_rank_is_raised() -> None:
+    """Fails if records_of_ranks does not check its ranks while it waits for records."""
     with pytest.raises(Exception, match="no room on rank 1"):
         list(records_of_ranks(2, fail_on_one, timeout_seconds=20.0))

@@ -1,4 +1,4 @@
-"""What `bench h200` measures on, which needs no accelerator; its measurements do."""
+"""Batches, models and figures of `bench h200`, which need no accelerator, unlike its measurements."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from nestpipe.bench.h200 import models
-from nestpipe.bench.h200.data import Repeating, Shape, make_batches
+from nestpipe.bench.h200.data import Shape, make_batches
 from nestpipe.bench.h200.one_rank import NUM_MICRO_BATCHES, QUICK, DenseOnly, _figures, features_of, spread_keys
 from nestpipe.bench.harness.targets import load_targets
 from nestpipe.cli.bench import app
@@ -18,21 +18,19 @@ SHAPE = Shape(batch_size=8, length=16, num_negatives=4, num_distinct=100, overla
 
 
 def keys_of(batch: Batch) -> set[int]:
-    return {key for of in batch.keys.values() for key in of.values.tolist()}
+    return {key for jagged in batch.keys.values() for key in jagged.values.tolist()}
 
 
-def test_distinct_and_shared_keys_are_as_many_as_asked_for() -> None:
-    """Fails if a batch draws its shared keys from itself, or not all distinct keys occur."""
+def test_numbers_of_distinct_and_shared_keys() -> None:
+    """Fails if a batch draws its shared keys from itself, or some distinct keys do not occur."""
     batches = make_batches(SHAPE, num_keys=1000)
     spread_keys(batches, 20)
     for number, batch in enumerate(batches):
         assert len(keys_of(batch)) == 100
         assert len(keys_of(batch) & keys_of(batches[number - 1])) == 30
-        assert [len(of.values) for of in batch.keys.values()] == [8 * 16, 8, 8 * 4]
+        assert [len(jagged.values) for jagged in batch.keys.values()] == [8 * 16, 8, 8 * 4]
         assert max(keys_of(batch)) < 20_000
         assert all(key % 20 == 0 for key in keys_of(batch))
-    reading = Repeating(batches)
-    assert [next(reading) is batches[i % 3] for i in range(7)] == [True] * 7
 
 
 def test_too_few_keys() -> None:
@@ -42,7 +40,7 @@ def test_too_few_keys() -> None:
 
 @pytest.mark.parametrize("num_parts", [1, NUM_MICRO_BATCHES])
 def test_dense_only_runs_split_and_unsplit(num_parts: int) -> None:
-    """Both train all samples on all distinct rows. Fails if DenseOnly splits every batch into NUM_MICRO_BATCHES."""
+    """Both train all samples on all distinct rows. Fails if DenseOnly always splits into NUM_MICRO_BATCHES."""
     (shape,) = QUICK.shapes
     batches = make_batches(shape, QUICK.small_rows)
     dense = DenseOnly(World(), QUICK, shape, features_of(QUICK.dim), batches, num_parts)
@@ -58,11 +56,11 @@ def test_dense_only_runs_split_and_unsplit(num_parts: int) -> None:
 def test_a_step_is_compared_with_the_dense_model_split_and_unsplit() -> None:
     """Round by round. Fails if step_over_dense_unsplit divides by the split run."""
     times = {"serial": [20.0, 30.0], "inter": [16.0, 25.0], "nested": [12.0, 24.0]}
-    rounds = {name: [{"step_ms": t, "exposed_lookup_ms": t / 4} for t in of] for name, of in times.items()}
+    rounds = {name: [{"step_ms": t, "exposed_lookup_ms": t / 4} for t in step_ms] for name, step_ms in times.items()}
     rounds |= {"dense": [{"step_ms": 10.0}] * 2, "dense_unsplit": [{"step_ms": 8.0}] * 2}
     figures = {name: _figures(name, rounds) for name in times}
-    for of_schedule in figures.values():
-        assert (of_schedule["dense_only_ms"], of_schedule["dense_unsplit_ms"]) == (10.0, 8.0)
+    for fields in figures.values():
+        assert (fields["dense_only_ms"], fields["dense_unsplit_ms"]) == (10.0, 8.0)
     nested = figures["nested"]
     assert (nested["step_over_dense_only"], nested["step_over_dense_unsplit"]) == (pytest.approx(1.8), 2.25)
     assert (nested["step_over_dense_unsplit_low"], nested["step_over_dense_unsplit_high"]) == (1.5, 3.0)
@@ -71,14 +69,14 @@ def test_a_step_is_compared_with_the_dense_model_split_and_unsplit() -> None:
 
 @pytest.mark.parametrize("shape", models.SHAPES, ids=lambda shape: shape.name)
 def test_models_train_and_so_does_their_dense_part(shape: models.Shape) -> None:
-    """Fails if the dense part has no gradients for its embeddings, or a key is not one of the table's rows."""
+    """Fails if the embeddings of the dense part have no gradients, or a key has no row in the table."""
     small, world = replace(shape, num_rows=50, batch_size=8), World()
     batches, trainer = models.make_batches(small), models.make_trainer(world, small, "nested")
     assert trainer.fit(batches[:2]).losses[0] > 0
     assert all(trainer.store.size(table.name) == 50 for table in trainer.tables)
     step = models.DenseStep(models.make_model(small, world.device), small, batches[0], world.device)
     step()
-    assert all(leaf.grad is not None for leaf in step.embeddings.values())
+    assert all(embedding.grad is not None for embedding in step.embeddings.values())
 
 
 def test_an_unknown_part(tmp_path) -> None:
@@ -87,7 +85,7 @@ def test_an_unknown_part(tmp_path) -> None:
     assert "must be one of one-rank, four-ranks, models, stages" in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator; runs where there is none")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without accelerator")
 def test_refused_without_an_accelerator(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "stages", "--json", str(tmp_path / "x.json"), "--quick"])
     assert done.exit_code == 2

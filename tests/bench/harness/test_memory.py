@@ -1,4 +1,4 @@
-"""The memory of a command: all of its processes together."""
+"""Memory of a command, with all processes that it starts."""
 
 import sys
 
@@ -10,7 +10,7 @@ HOLD = "import time; held = bytearray(b'x') * 60_000_000; time.sleep(0.5)"
 BOTH = f"import subprocess, sys; held = bytearray(b'x') * 60_000_000; subprocess.run([sys.executable, '-c', {HOLD!r}])"
 
 
-def test_processes_that_a_command_starts_count() -> None:
+def test_child_processes_count() -> None:
     """Fails if tree_bytes leaves out the children."""
     assert 60e6 < peak_of_command([sys.executable, "-c", HOLD]) < 110e6
     assert 120e6 < peak_of_command([sys.executable, "-c", BOTH]) < 200e6

@@ -1,12 +1,13 @@
-"""Interleaved comparison: order, count, ratio."""
+"""Interleaved comparisons: order, count, ratio."""
 
 import pytest
+import torch
 
 from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
-from nestpipe.bench.harness.pairs import Comparison, compare, median_interval
+from nestpipe.bench.harness.pairs import Comparison, alternate, compare, median_interval, one_thread
 
 
-def test_pairs_alternate_and_the_first_is_left_out() -> None:
+def test_pairs_alternate_and_the_first_does_not_count() -> None:
     calls: list[str] = []
     comparison = compare(lambda: calls.append("o"), lambda: calls.append("b"), 3, lambda: calls.append("-"))
     assert "".join(calls) == "-bo-ob-bo-ob"
@@ -36,6 +37,26 @@ def test_memory_is_measured() -> None:
 
 
 def test_interval_of_a_median() -> None:
-    """For 40 values the 14th from either end; for few values all of them."""
+    """With 40 values, it spans the 14th from either end; with few values, all of them."""
     assert median_interval([float(i) for i in range(1, 41)][::-1]) == (14.0, 27.0)
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_rounds_alternate_and_the_first_does_not_count() -> None:
+    """Fails if alternate counts its warm-up, or begins every round with the same work."""
+    calls: list[str] = []
+    works = {name: (lambda name=name: calls.append(name) or len(calls)) for name in "ab"}
+    assert alternate(works, 2) == {"a": [3, 6], "b": [4, 5]}
+    assert "".join(calls) == "baabba"
+    assert alternate(works, 1, warm_up_rounds=0) == {"a": [8], "b": [7]}
+
+
+def test_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

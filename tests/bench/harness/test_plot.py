@@ -1,4 +1,4 @@
-"""The SVG writer: what is where in the drawing, and what is refused."""
+"""The SVG writer: positions in the drawing, and refused values."""
 
 import re
 from xml.etree import ElementTree
@@ -11,7 +11,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def marks(svg: str, num_series: int) -> list[tuple[float, float]]:
-    """Places of the marks, in order, without those of the legend."""
+    """Returns the positions of the marks, in order, without those of the legend."""
     paths = ElementTree.fromstring(svg).findall(f"{SVG}path")
     places = [re.findall(r"-?[\d.]+", path.attrib["transform"]) for path in paths]
     return [(float(x), float(y)) for x, y in places[: len(places) - num_series]]
@@ -27,7 +27,7 @@ def texts(svg: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).findall(f"{SVG}text")]
 
 
-def test_marks_are_where_their_values_say() -> None:
+def test_marks_are_at_their_values() -> None:
     """Fails if the axis points down, or if marks of one column share a place."""
     svg = strip_plot("t", "a", ["one", "two"], [Series("x", [[1.0], [-2.0]]), Series("y", [[0.0, 2.0], [0.0, 4.0]])])
     zero, at = zero_line(svg), marks(svg, 2)
@@ -43,11 +43,11 @@ def test_marks_are_where_their_values_say() -> None:
     assert len(set(xs)) == 6
 
 
-def test_everything_that_is_said_is_there() -> None:
+def test_all_texts_are_drawn() -> None:
     svg = strip_plot("the title", "the axis", ["one", "two"], [Series("x", [[1.0], [-2.0]])])
     assert {"the title", "the axis", "one", "two", "x", "0", "+1", "-2"} <= set(texts(svg))
     assert "currentColor" not in svg
-    assert '<rect width="720"' in svg  # a background of its own: white in a dark theme too
+    assert '<rect width="720"' in svg  # its own background, white in a dark theme too
 
 
 def test_text_is_escaped() -> None:
@@ -86,7 +86,7 @@ def test_ticks_enclose_all_values(low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused(value: float) -> None:
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match=rf"stale, two: {value} has no place in a plot"):
         strip_plot("t", "a", ["one", "two"], [Series("stale", [[1.0], [value]])])
 

@@ -1,4 +1,4 @@
-"""Targets: which records they apply to, formulas, and what counts as a miss."""
+"""Targets: the records that they apply to, formulas, and misses."""
 
 from pathlib import Path
 

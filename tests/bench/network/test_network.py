@@ -1,6 +1,6 @@
-"""`bench network`: what it writes, and that its hosts are gone however it ends.
+"""`bench network`: its records, and that its hosts are removed however it ends.
 
-Fails, for example, if linked_hosts removes them without `finally`, or does not have SIGTERM raise.
+Fails, for example, if linked_hosts removes them without `finally`, or SIGTERM does not raise.
 """
 
 import json
@@ -22,7 +22,7 @@ from nestpipe.cli.bench import app
 
 needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
-    reason="makes network namespaces: needs root, ip and tc; runs where `make test` is run as root",
+    reason="makes network namespaces: needs root, ip and tc",
 )
 
 
@@ -31,7 +31,7 @@ def output_of(*command: str) -> str:
 
 
 def leftovers(pid: int) -> list[str]:
-    """Namespaces and interfaces that name this process."""
+    """Returns namespaces and interfaces whose names contain this process id."""
     lines = (output_of("ip", "netns", "list") + output_of("ip", "-o", "link")).splitlines()
     return [line for line in lines if f"nestpipe-{pid}-" in line or f"np{pid}h" in line]
 
@@ -44,7 +44,7 @@ def start(path: Path) -> subprocess.Popen[str]:
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
+        assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.05)
 
 
@@ -115,14 +115,14 @@ def test_hosts_are_linked_and_removed_after_an_error() -> None:
 
 
 @pytest.mark.parametrize(("num_hosts", "rate"), [(3, "1gbit"), (2, "fast"), (2, "1gbit burst 1mb")])
-def test_what_cannot_be_done_is_refused(num_hosts: int, rate: str) -> None:
+def test_impossible_hosts_are_refused(num_hosts: int, rate: str) -> None:
     with pytest.raises(ValueError, match=r"hosts is 3|rate is"):
         check_possible(num_hosts, rate)
 
 
 def test_refusal_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was made"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a command was run"))
     with pytest.raises(ValueError, match="only root may make"):
         check_possible(2, "1gbit")
     result = CliRunner().invoke(app, ["network", "--json", str(tmp_path / "x.json")])

@@ -1,6 +1,6 @@
-"""What `bench reader` reads is prepared data, and its reader keeps to one core.
+"""`bench reader` reads prepared data, on one core.
 
-Fails, for example, if on_one_core binds the whole process, or lets an error of its thread pass.
+Fails, for example, if on_one_core binds the whole process, or loses an error of its thread.
 """
 
 import os
@@ -23,7 +23,7 @@ def test_folders_are_prepared_data(tmp_path: Path) -> None:
     assert 0 < int((batch.keys["key_2"].lengths == 0).sum()) < 30
     assert bool((batch.keys["key_0"].lengths == 1).all())
     lengths = read_prepared(histories).users().samples(0, 300).keys["item"].lengths.double()
-    assert 130 < float(lengths.mean()) < 200  # of MovieLens-1M: 165
+    assert 130 < float(lengths.mean()) < 200  # 165 in MovieLens-1M
     assert float(lengths.min()) == 20
 
 

@@ -1,4 +1,4 @@
-"""`bench schedules` with small batches: what is compared with what."""
+"""`bench schedules` with small batches: inter is compared with serial."""
 
 import pytest
 
@@ -10,11 +10,11 @@ from nestpipe.train.trainer import Trainer
 def test_inter_is_compared_with_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are made up: the k-th turn of serial takes k ms a step, that of inter 3 k.
 
-    Fails if the ratio is the inverse, if the first round counts, or if a round does not begin with the other schedule.
+    Fails if the ratio is the inverse, if the first round counts, or if every round begins with the same schedule.
     """
     turns: list[str] = []
 
-    def turn(trainer: Trainer, batches: list, turns_of: Turns) -> float:
+    def turn(trainer: Trainer, batches: list, size: Turns) -> float:
         assert len(batches) == 12
         assert {len(batch) for batch in batches} == {16}
         schedule = trainer.options.schedule

@@ -1,24 +1,32 @@
-"""What `bench network` concludes from its rounds: the ratios between schedules, round by round."""
+"""Compares schedules that took turns among several ranks: ratios round by round, and their medians."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from nestpipe.bench.harness.pairs import spread
-from nestpipe.recipe.summary import STEP_FIELDS
+from nestpipe.distributed import World
+from nestpipe.embedding.dedup import RequesterDedup
+from nestpipe.embedding.plan import TravelList
+from nestpipe.pipelining.step_times import StepTimes
+from nestpipe.recipe.summary import STEP_FIELDS, step_value
 
 Values = Mapping[str, float]
-"""Of one loop in one round: milliseconds a step, by field."""
+"""Milliseconds or bytes per step, by field: means of one way in one round."""
 
 FIELDS = (*STEP_FIELDS, "exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
 EXCHANGES = ("send_rows_ms", "return_gradients_ms")
-"""row exchange and gradient return: on the compute lane, in or waiting for it"""
-OF_SLOWEST = ("step_ms", "unattributed_ms")
-"""the other fields are means over ranks"""
+"""Time of the compute lane in the row exchange and the gradient return, or waiting for them."""
+SLOWEST_RANK_FIELDS = ("step_ms", "unattributed_ms")
+"""Fields taken from the slowest rank. The others are means over ranks."""
 
 
 @dataclass(frozen=True)
 class Way:
+    """Schedule, number of micro-batches and window of a training loop."""
+
     schedule: str
     num_micro_batches: int
     window: str = "once"
@@ -26,7 +34,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the distinct keys of the requesters' batches: what the first micro-batch brings, and the last returns."""
+    """Shares of distinct keys whose rows arrive with the first micro-batch, and whose gradients leave with the last."""
 
     head: float
     tail: float
@@ -37,7 +45,7 @@ Figure = Callable[[int], float]
 
 
 def ratios(way: Way, rounds: Rounds, shares: Shares, compute: str) -> dict[str, float]:
-    """The fields that compare a way with others of the same rounds: medians, and their range."""
+    """Returns the fields that compare a way with others in the same rounds: medians and ranges."""
     serial = rounds[Way("serial", 1)]
     same_parts = rounds[Way("serial", way.num_micro_batches)]
     mine = rounds[way]
@@ -68,9 +76,9 @@ def ratios(way: Way, rounds: Rounds, shares: Shares, compute: str) -> dict[str, 
 
 
 def least_step_ms(way: Way, mine: Values, serial: Values, same_parts: Values, shares: Shares) -> float:
-    """Which step a perfect overlap of the same work would leave: of compute, host and exchange, the longest.
+    """Returns the step time of a perfect overlap of the same work: the longest of compute, host and exchange.
 
-    `same_parts` is serial with as many micro-batches.
+    `same_parts` are the values of serial with as many micro-batches.
     """
     head, tail = shares.head * serial["send_rows_ms"], shares.tail * serial["return_gradients_ms"]
     rest = mine["row_update_ms"] + mine["overlap_sync_ms"] + mine["exposed_reduce_ms"]
@@ -78,6 +86,37 @@ def least_step_ms(way: Way, mine: Values, serial: Values, same_parts: Values, sh
     if way.schedule == "intra":
         compute += serial["exposed_lookup_ms"]
     return max(compute, mine["busy_host_ms"], mine["busy_exchange_ms"])
+
+
+def means(times: Sequence[StepTimes], world: World) -> dict[str, float]:
+    """Returns means over steps and ranks, or the slowest rank's for SLOWEST_RANK_FIELDS. All ranks call it."""
+    names = (*FIELDS, *EXCHANGES)
+    mine = torch.tensor([statistics.mean(_value(t, name) for t in times) for name in names], dtype=torch.float64)
+    by_rank = world.control.all_to_all_equal(mine.expand(world.size, -1))
+    return {
+        name: float(by_rank[:, i].max() if name in SLOWEST_RANK_FIELDS else by_rank[:, i].mean())
+        for i, name in enumerate(names)
+    }
+
+
+def _value(times: StepTimes, name: str) -> float:
+    if name in EXCHANGES:
+        return times.stages[name.removesuffix("_ms")]
+    return step_value(times, name)
+
+
+def count_exchanged(dedup: RequesterDedup, rows_in: TravelList, gradients_out: TravelList) -> list[int]:
+    """Counts the keys whose rows arrive with the first micro-batch, whose gradients leave with the last, and all."""
+    last = len(dedup.num_samples) - 1
+    head = rows_in.num_others(0) + rows_in.num_own(0)
+    tail = gradients_out.num_others(last) + gradients_out.num_own(last)
+    return [head, tail, len(dedup.keys)]
+
+
+def shares_of(counts: Sequence[float]) -> Shares:
+    """Returns the shares of summed counts of `count_exchanged`."""
+    head, tail, num_keys = counts
+    return Shares(head / num_keys, tail / num_keys)
 
 
 def medians(rounds: Sequence[Values]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The ratios of `bench network`: each against its definition, on made-up rounds.
+"""Ratios between schedules: each against its definition, on made-up rounds.
 
 Fails, for example, if exposed_exchange_end_to_end of nested compares with serial instead of inter, or if least_step_ms
 leaves out the head.
@@ -6,7 +6,7 @@ leaves out the head.
 
 import pytest
 
-from nestpipe.bench.network.figures import EXCHANGES, FIELDS, Shares, Values, Way, least_step_ms, ratios
+from nestpipe.bench.harness.ways import EXCHANGES, FIELDS, Shares, Values, Way, least_step_ms, ratios, shares_of
 
 SHARES = Shares(head=0.1, tail=0.2)
 SERIAL, SERIAL_8, INTER = Way("serial", 1), Way("serial", 8), Way("inter", 1)
@@ -31,7 +31,7 @@ ROUND = {
     INTRA: values(step_ms=530, dense_ms=441, exposed_exchange_ms=60, row_update_ms=10, exposed_reduce_ms=5),
     NESTED: values(step_ms=500, dense_ms=441, exposed_exchange_ms=45, overlap_sync_ms=3, busy_exchange_ms=330),
 }
-ROUNDS = {way: [of, of, of] for way, of in ROUND.items()}
+ROUNDS = {way: [fields] * 3 for way, fields in ROUND.items()}
 
 
 def test_nested() -> None:
@@ -54,10 +54,10 @@ def test_inter_and_serial() -> None:
     assert ratios(SERIAL, ROUNDS, SHARES, "paced") == {}
     fields = ratios(INTER, ROUNDS, SHARES, "paced")
     assert (fields["speedup_vs_serial"], fields["dense_slowdown"]) == (800 / 750, 404 / 400)
-    assert "exposed_exchange_fraction" not in fields  # its limit is meant for intra and nested only
+    assert "exposed_exchange_fraction" not in fields  # its target is for intra and nested only
 
 
-def test_real_compute_has_names_of_its_own() -> None:
+def test_real_compute_has_other_names() -> None:
     fields = ratios(NESTED, ROUNDS, SHARES, "real")
     assert fields["real_speedup_vs_serial"] == 800 / 500
     assert fields["waiting_exchange_fraction"] == 45 / 300
@@ -71,7 +71,12 @@ def test_no_step_is_shorter_than_its_busiest_lane(busy: str) -> None:
 
 
 def test_the_median_of_the_rounds_counts() -> None:
-    rounds = {way: [of, of, dict(of) | {"exposed_exchange_ms": 150.0}] for way, of in ROUND.items()}
+    rounds = {way: [values, values, dict(values) | {"exposed_exchange_ms": 150.0}] for way, values in ROUND.items()}
     fields = ratios(NESTED, rounds, SHARES, "paced")
     assert fields["exposed_exchange_fraction"] == 45 / 300
     assert fields["exposed_exchange_fraction_high"] == 1.0
+
+
+def test_shares() -> None:
+    """Fails if head and tail change places."""
+    assert shares_of([10.0, 20.0, 100.0]) == Shares(head=0.1, tail=0.2)

@@ -1,4 +1,4 @@
-"""`bench prepare`: `nestpipe data prepare` on generated logs in KuaiRand's format, as a command, the whole of it."""
+"""Measures the whole command `nestpipe data prepare`, on generated logs in KuaiRand's format."""
 
 import re
 import shutil
@@ -25,10 +25,10 @@ SEED = 1
 NUM_PAIRS = 5
 QUICK_ROWS = 100_000
 KILLED_AT = (0.2, 0.5, 0.8)
-"""in turn, when so much is done; each run starts over, the last one is left alone"""
+"""Progress at which runs are killed, one after the other. A last run starts over and completes."""
 
 
-def records(num_rows: int, quick: bool) -> Iterator[Record]:
+def measure(num_rows: int, quick: bool) -> Iterator[Record]:
     require_duckdb()
     num_rows = QUICK_ROWS if quick else num_rows
     with tempfile.TemporaryDirectory(prefix="nestpipe-bench-") as folder:
@@ -40,6 +40,8 @@ def records(num_rows: int, quick: bool) -> Iterator[Record]:
 
 @dataclass
 class _Logs:
+    """Generated logs, and the command that prepares them."""
+
     folder: Path
     num_rows: int
     peaks: list[int] = field(default_factory=list)
@@ -64,7 +66,7 @@ class _Logs:
         self.peaks.append(peak_of_command(self.command))
 
     def read(self) -> None:
-        """The engine, with the same threads and memory, adds up every column of the same files."""
+        """Sums every column of the same files with the same engine, threads and memory."""
         import duckdb
 
         names = ", ".join(f"'{file}'" for file in find_kuairand(self.source).files)
@@ -108,12 +110,12 @@ def _killed_runs(logs: _Logs, shares: tuple[float, ...]) -> Record:
 
 
 def _start_and_kill(logs: _Logs, share: float) -> bool:
-    """When it says that this share is done; False if it was too late."""
+    """Kills a run that has reported this share as done. Returns False if the run had already ended."""
     with subprocess.Popen(logs.command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            said = re.search(r": (\d+)% of all", line)
-            if said is not None and int(said.group(1)) >= 100 * share:
+            reported = re.search(r": (\d+)% of all", line)
+            if reported is not None and int(reported.group(1)) >= 100 * share:
                 break
         child.kill()
     return (logs.target / UNFINISHED).exists() and not (logs.target / MANIFEST).exists()
