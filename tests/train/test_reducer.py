@@ -1,6 +1,6 @@
 """Dense gradients over ranks: buckets in one order, begun during the last backward, completed when a step is left.
 
-Fails if _mark begins a bucket before those before it, if the first bucket waits for finish, or if `complete` does
+Fails if _mark_ready begins a bucket before those before it, if the first bucket waits for finish, or if `complete` does
 nothing.
 """
 
