@@ -159,7 +159,7 @@ class Trainer:
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             with self.world.watch.doing("the split check"):
                 check.first_batch(source, steps)
-        num_before, num_skipped, reader = self.num_steps, self.num_skipped, BatchReader(source)
+        num_steps_before, num_skipped_before, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
             reader,
@@ -175,9 +175,7 @@ class Trainer:
             with pipeline:
                 for step in pipeline:
                     self._train(step)
-                    _move(pipeline.losses, result.losses)
-                    self.num_steps = num_before + pipeline.num_applied
-                    self.num_skipped = num_skipped + pipeline.num_skipped
+                    self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
                     source.advance_to(pipeline.num_applied + pipeline.num_skipped)
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
@@ -190,14 +188,21 @@ class Trainer:
             self._pipeline = None
             # A device reports a failed step late: the dense parameters have its update by then, no row has.
             self.is_partially_updated |= pipeline.partially_updated or pipeline.failed_step is not None
-            self.num_steps = num_before + pipeline.num_applied
-            self.num_skipped = num_skipped + pipeline.num_skipped
-            _move(pipeline.losses, result.losses)
+            self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
             result.num_skipped += pipeline.num_skipped
             _add_memory(result, pipeline)
             source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a failed batch is not retried
             source.give_back(pipeline.untrained)
         return result
+
+    def _record_progress(
+        self, pipeline: Pipeline, result: FitResult, num_steps_before: int, num_skipped_before: int
+    ) -> None:
+        """Moves the pipeline's losses to the result and updates the counts of steps and skipped batches."""
+        result.losses.extend(pipeline.losses)
+        pipeline.losses.clear()
+        self.num_steps = num_steps_before + pipeline.num_applied
+        self.num_skipped = num_skipped_before + pipeline.num_skipped
 
     def _trace(self, result: FitResult) -> Trace:
         if result.spans is not None and result.traced_steps is None:
@@ -364,11 +369,6 @@ def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
     if result.device_bytes is None or largest.total > result.device_bytes.total:
         result.device_bytes = largest
     result.peak_device_bytes = max(result.peak_device_bytes, pipeline.budget.peak_bytes)
-
-
-def _move(source: list[float], target: list[float]) -> None:
-    target.extend(source)
-    source.clear()
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

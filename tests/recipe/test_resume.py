@@ -118,7 +118,7 @@ def test_fresh_moves_nothing_for_a_recipe_that_cannot_be_run(tmp_path: Path) -> 
 def test_folders_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for key in ("dir", "best"):
-        with pytest.raises(CheckpointError, match=r"is no folder of checkpoints: it holds thesis.txt"):
+        with pytest.raises(CheckpointError, match=r"is not a folder of checkpoints: it holds thesis.txt"):
             run_small(f"checkpoint.{key}={tmp_path}", "train.steps=100000", "evaluate.every=1")
     run_small(f"checkpoint.dir={tmp_path}/run", "train.steps=1")
     with pytest.raises(CheckpointError, match="is to hold the best model of a run, but it holds the checkpoints of a"):

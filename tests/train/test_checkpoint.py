@@ -114,7 +114,7 @@ def edit_manifest(path: Path, **values: object) -> None:
         (truncate, "rank0.pt is damaged or of another save"),
         (lambda path: (path / "dense.pt").write_bytes(b"something else"), "dense.pt is damaged"),
         (lambda path: (path / "rank0.pt").unlink(), "No such file"),
-        (lambda path: (path / "manifest.json").unlink(), "is no complete checkpoint"),
+        (lambda path: (path / "manifest.json").unlink(), "is not a complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
         (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 here"),

@@ -36,7 +36,7 @@ def test_a_folder_of_something_else_is_refused(name: str, tmp_path: Path) -> Non
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    with pytest.raises(CheckpointError, match="is not empty and is no folder of checkpoints: it holds"):
+    with pytest.raises(CheckpointError, match="is not empty and is not a folder of checkpoints: it holds"):
         trained(1).save(tmp_path / "out")
     assert content(tmp_path) == {f"out/{name}": b"{}"}
 
@@ -249,5 +249,5 @@ def test_moved_away(tmp_path: Path) -> None:
     assert folder.move_away(path) is None
     path.mkdir()
     (path / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="no folder of checkpoints"):
+    with pytest.raises(CheckpointError, match="not a folder of checkpoints"):
         folder.move_away(path)

@@ -97,7 +97,7 @@ class Loaded:
 
 
 def load(trainer: "Trainer", path: Path) -> Loaded:
-    """Loads a checkpoint. All ranks call it. Of the trainer it sets the dense part only, on every rank or on none."""
+    """Loads a checkpoint. All ranks call it. It sets the trainer's dense part only, on every rank or on none."""
     world = trainer.world
     loaded: dict[str, Any] = {}
 

@@ -51,7 +51,7 @@ def check_ours(folder: Path, holds: str | None = None) -> None:
         raise CheckpointError(f"{folder} is a file; give checkpoints a folder of their own, new or empty")
     if _marker(folder) is None and folder.exists() and (foreign := _foreign(folder)):
         raise CheckpointError(
-            f"{folder} is not empty and is no folder of checkpoints: it holds {_some(foreign)}. Nothing in it was "
+            f"{folder} is not empty and is not a folder of checkpoints: it holds {_some(foreign)}. Nothing in it was "
             "touched; give checkpoints a folder of their own, new or empty"
         )
     held = _marker(folder) or (RUN if _is_version_1(folder) else "")
@@ -113,7 +113,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not file.exists():
         previous = checkpoint.with_name(f"{checkpoint.name}.previous")  # version 0.1 left the save before it there
         hint = f"; {previous} holds the save before it" if previous.exists() else ""
-        raise FileNotFoundError(f"{file} does not exist: {checkpoint} is no complete checkpoint{hint}")
+        raise FileNotFoundError(f"{file} does not exist: {checkpoint} is not a complete checkpoint{hint}")
     manifest = json.loads(file.read_text())
     if not isinstance(manifest, dict) or not isinstance(manifest.get("checksums"), dict):
         raise ValueError(f"{file} is not the manifest of a checkpoint")
