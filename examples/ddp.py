@@ -1,9 +1,9 @@
-"""A loop of your own whose dense gradients are summed by DistributedDataParallel instead of nestpipe's reducer.
+"""Your own loop, whose dense gradients DistributedDataParallel sums instead of nestpipe's reducer.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 
-`step.commit` has all ranks agree that the step counts before the dense optimizer changes anything: a loss or gradient
-that is not finite on one rank raises on all of them, and no row has changed.
+With `step.commit`, all ranks agree that the step counts before the dense optimizer changes anything. If a loss or
+gradient is not finite on one rank, all ranks raise, and no row has changed.
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A model of your own in a loop of your own: which of two genres a user will like next.
+"""Your own model in your own loop: it predicts which of two genres a user will like next.
 
 python examples/own_model.py                                 one process
 torchrun --nproc-per-node 2 examples/own_model.py            two; every rank owns half of the rows
@@ -28,7 +28,7 @@ class Ranker(nn.Module):
 
 
 def batches(rank: int, num_batches: int, size: int = 64):
-    """Items below 500 are of one genre, the others of the second; users repeat what they saw most of."""
+    """Yields batches. Items below 500 are of the first genre, others of the second; users like what they saw most."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(num_batches):
         lengths = torch.randint(1, 9, (size,), generator=generator)
@@ -36,7 +36,7 @@ def batches(rank: int, num_batches: int, size: int = 64):
         taste = torch.rand(size, generator=generator)
         second = torch.rand(int(offsets[-1]), generator=generator) < taste.repeat_interleave(lengths)
         keys = torch.randint(500, (len(second),), generator=generator) + 500 * second
-        users = torch.randint(10**12, (size,), generator=generator)  # any int64 is a key; rows appear as they are used
+        users = torch.randint(10**12, (size,), generator=generator)  # any int64 is a key; training creates its row
         history, likes = nestpipe.Jagged(keys, offsets), (taste > 0.5).float()
         yield nestpipe.Batch({"history": history, "user": nestpipe.Jagged.one_each(users)}, {"likes": likes})
 

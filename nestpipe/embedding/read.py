@@ -1,4 +1,4 @@
-"""Rows for a batch that is read, not trained: nothing is created, nothing changes."""
+"""Reads the rows of a batch without training. No row is created or changed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,12 @@ from nestpipe.embedding.route import Route
 from nestpipe.embedding.table import Feature
 from nestpipe.store import HostStore
 
+HOST = memory_on(torch.device("cpu"))
+
 
 @dataclass(frozen=True)
 class Part:
-    """What the model sees of one micro-batch."""
+    """The model's arguments for one micro-batch."""
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
@@ -30,20 +32,22 @@ class Part:
 
 
 class Reading:
-    """A batch routed and its rows retrieved, on one channel, in host memory; what the model is given then goes to its
-    device. A missing key has its initial row."""
+    """A batch whose rows have been retrieved, in host memory. Iterating yields its parts, on the model's device.
+
+    A missing key has its initial row.
+    """
 
     def __init__(
         self, features: FeatureGroups, route: Route, store: HostStore, exchange: Exchange, device: torch.device
     ) -> None:
         self.weights = route.batch.weights
-        """of this rank's batch"""
+        """Weights of this rank's batch."""
         self._features = features
         self._batch = memory_on(device).upload_batch(features, route.batch)
         self._device = device
         resident = retrieve_rows(route.owned, store, RecordMemory(HOST))
         self.num_untrained_keys = sum(len(rows.found) - int(rows.found.sum()) for rows in resident)
-        """distinct keys of the global batch that this rank owns and never trained"""
+        """Distinct keys of the global batch that this rank owns and no step has trained."""
         self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 
     def __iter__(self) -> Iterator[Part]:
@@ -53,9 +57,6 @@ class Reading:
             if num_samples > 0:
                 embeddings = Embeddings(self._features, self._batch.groups, i, rows)
                 yield Part(embeddings, self._batch.inputs[i], num_samples)
-
-
-HOST = memory_on(torch.device("cpu"))
 
 
 def read_batch(

@@ -1,4 +1,4 @@
-"""Evaluation: the loss and metrics of a model as it is, at a step boundary, without a trace in its tables."""
+"""Evaluates the loss and metrics of a model at a step boundary, without changing its tables."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,30 +19,31 @@ if TYPE_CHECKING:
 
 
 class Metric(Protocol):
-    """Sees what a method of the model returned for each batch of this rank; computes one or more numbers over all."""
+    """Collects the outputs of a model's method for this rank's batches, and computes numbers over all ranks."""
 
     @property
     def method(self) -> str:
-        """Of the model, called with (embeddings, inputs): "predict" or "encode", for example."""
+        """Name of the model's method, called with (embeddings, inputs): "predict" or "encode", for example."""
 
     def update(self, outputs: Tensor, inputs: Mapping[str, Tensor], keys: Mapping[str, Jagged]) -> None:
-        """All in host memory."""
+        """Adds one batch. All tensors are in host memory."""
 
-    def compute(self, channel: Channel) -> dict[str, float]: ...
+    def compute(self, channel: Channel) -> dict[str, float]:
+        """Returns numbers by name. All ranks call it."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    """the loss sums over all samples of all ranks, each divided by its weight, added up"""
+    """Loss sums over all samples of all ranks, each divided by its weight, added up."""
     num_samples: int
     num_untrained_keys: int
-    """distinct keys of each global batch that no step has trained: the model saw their initial rows"""
+    """Distinct keys of each global batch that no step has trained; the model saw their initial rows."""
     metrics: dict[str, float]
 
 
 def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Metric] = ()) -> Evaluation:
-    """All ranks call it, between steps, each with its own batches; all get the same result."""
+    """Evaluates the model. All ranks call it between steps, each with its own batches, and get the same result."""
     trainer.flush()
     metrics = list(metrics)
     model, channel = trainer.model, trainer.world.evaluate
@@ -53,7 +54,7 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
     totals: dict[str, tuple[float, float]] = {}
     counts = torch.zeros(2, dtype=torch.int64)
     iterator = iter(batches)
-    with channel.watch.reporting(), _reading_mode(model):
+    with channel.watch.reporting(), _eval_mode(model):
         while True:
             with channel.watch.busy():
                 batch = _next(iterator)
@@ -73,17 +74,17 @@ def evaluate(trainer: "Trainer", batches: Iterable[Batch], metrics: Iterable[Met
                         metric.update(outputs[metric.method].cpu(), batch.inputs, batch.keys)
                 _add(totals, {name: (float(value), 0.0) for name, value in sums.items()})
         channel.all_reduce_sum(counts)
-        of_ranks = [json.loads(text) for text in channel.share_text(json.dumps(totals))]
+        totals_by_rank = [json.loads(text) for text in channel.share_text(json.dumps(totals))]
         computed = {name: value for metric in metrics for name, value in metric.compute(channel).items()}
     all_totals: dict[str, tuple[float, float]] = {}
-    for of_rank in of_ranks:
-        _add(all_totals, of_rank)
+    for rank_totals in totals_by_rank:
+        _add(all_totals, rank_totals)
     loss = sum(loss_sum / weight for loss_sum, weight in all_totals.values() if weight > 0)
     return Evaluation(loss, int(counts[0]), int(counts[1]), computed)
 
 
 def _add(totals: dict[str, tuple[float, float]], more: Mapping[str, tuple[float, float]]) -> None:
-    """Loss sums and weights, by name of the loss; a rank without data has no names."""
+    """Adds loss sums and weights by name of the loss. A rank without data has no names."""
     for name, (loss_sum, weight) in more.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = (before[0] + loss_sum, before[1] + weight)
@@ -92,13 +93,13 @@ def _add(totals: dict[str, tuple[float, float]], more: Mapping[str, tuple[float,
 def _next(iterator: Iterator[Batch]) -> Batch | Exception | None:
     try:
         return next(iterator, None)
-    except Exception as error:  # told to every rank by the route
+    except Exception as error:  # the route tells every rank
         return error
 
 
 @contextmanager
-def _reading_mode(model: nn.Module) -> Iterator[None]:
-    """No gradients; dropout and the like as for a prediction; each module as before afterwards."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Sets eval mode without gradients. Restores the mode of each module afterwards."""
     were_training = {module: module.training for module in model.modules()}
     model.eval()
     try:

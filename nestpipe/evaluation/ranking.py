@@ -1,8 +1,8 @@
-"""The rank of each user's target in the corpus, exactly; each owner scores the rows it owns, a block at a time.
+"""Ranks each user's target in the corpus, exactly. Each owner scores the rows it owns, one block at a time.
 
-rank = 1 + items that score higher + items of equal score with a smaller key, among the corpus without the items of the
-user's history. The target stays in, even if the history has it too. An item that was never trained has its initial row;
-it is not created. docs/evaluation.md says what is guaranteed.
+rank = 1 + items with a higher score + items with an equal score and a smaller key, in the corpus without the items of
+the user's history. The target stays in, even if the history contains it. An item that was never trained has its initial
+row; it is not created. docs/evaluation.md says what is guaranteed.
 """
 
 import json
@@ -22,23 +22,23 @@ from nestpipe.store import HostStore, group_by_owner
 from nestpipe.store.interface import check_keys
 
 NUM_USERS = 2048
-"""of all ranks, exchanged at a time"""
+"""Users of all ranks that are exchanged at a time."""
 NUM_TOGETHER = 256
-"""users of these whose products with a block are made at a time: few enough to stay close to the processor"""
+"""Users that are multiplied with a block at a time: few enough for the products to stay in the cache."""
 NUM_ITEMS = 2048
-"""in a block; so many keys of histories are scored at a time, too"""
+"""Items in a block, and keys of histories that are scored at a time."""
 NUM_KEYS = 2**20
-"""of the corpus, whose owners are found at a time"""
+"""Keys of the corpus whose owners are computed at a time."""
 
 
 @dataclass(frozen=True)
 class Ranked:
     ranks: Tensor
-    """[n] int64, of this rank's users"""
+    """[n] int64, one for each of this rank's users."""
     num_items: int
-    """in the corpus"""
+    """Items in the corpus."""
     num_untrained_items: int
-    """of these, never trained"""
+    """Items in the corpus that were never trained."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Queries:
     users: Tensor
     """[n, dim]"""
     targets: Tensor
-    """[n] keys"""
+    """[n] keys."""
     histories: Jagged
-    """[n] keys, none to many; repeats count once, and what is not in the corpus not at all"""
+    """[n] lists of keys. Repeats count once, and keys outside the corpus do not count."""
 
     def __post_init__(self) -> None:
         num_users = len(self.users)
@@ -68,10 +68,10 @@ def rank_targets(
     channel: Channel,
     normalise: bool = True,
 ) -> Ranked:
-    """All ranks call it, each with its own users, and the same corpus: keys, or n for 0 .. n - 1.
+    """Ranks targets. All ranks call it, with their own users and the same corpus: keys, or n for 0 .. n - 1.
 
-    A score is the product of the user's vector with the item's row, brought to length 1 if `normalise`. Rows come from
-    the store: within fit, flush before.
+    A score is the product of the user's vector with the item's row, which `normalise` scales to length 1. Rows come
+    from the store, so flush before a call within fit.
     """
     if queries.users.shape[1] != table.dim:
         raise ValueError(
@@ -79,27 +79,27 @@ def rank_targets(
         )
     with channel.watch.busy():
         items = OwnedItems(corpus, table, store, channel, normalise)
-        survey = items.survey(queries)
-    surveys = [_Survey(**json.loads(text)) for text in channel.share_text(json.dumps(asdict(survey)))]
+        own_survey = items.survey(queries)
+    surveys = [_Survey(**json.loads(text)) for text in channel.share_text(json.dumps(asdict(own_survey)))]
     problem = _problem(surveys, table)
     if problem is not None:
         raise channel.watch.agreed(ValueError(problem))
-    items.largest_length = max(of_rank.largest_length for of_rank in surveys)
-    counts = [of_rank.num_users for of_rank in surveys]
+    items.largest_length = max(survey.largest_length for survey in surveys)
+    counts = [survey.num_users for survey in surveys]
     at_a_time = max(1, NUM_USERS // channel.size)
     ranks = [torch.empty(0, dtype=torch.int64)]
     for first in range(0, max(counts), at_a_time):
         part = slice(first, first + at_a_time)
         sizes = [len(range(count)[part]) for count in counts]
-        everybody = _all_ranks(queries, part, sizes, channel)
-        ranks.append(_ranks(everybody, items, channel).split(sizes)[channel.rank])
-    num_untrained = sum(of_rank.num_untrained for of_rank in surveys)
-    return Ranked(torch.cat(ranks), survey.num_items, num_untrained)
+        all_queries = _gather_queries(queries, part, sizes, channel)
+        ranks.append(_ranks(all_queries, items, channel).split(sizes)[channel.rank])
+    num_untrained = sum(survey.num_untrained for survey in surveys)
+    return Ranked(torch.cat(ranks), own_survey.num_items, num_untrained)
 
 
 @dataclass(frozen=True)
 class _Survey:
-    """What every rank tells every rank before users are exchanged."""
+    """Counts that ranks share before users are exchanged."""
 
     num_users: int
     num_bad_users: int
@@ -111,11 +111,11 @@ class _Survey:
 
 
 def _problem(surveys: list[_Survey], table: Table) -> str | None:
-    if len({(of_rank.num_items, of_rank.corpus_hash) for of_rank in surveys}) > 1:
-        return f"the ranks were given different corpora, of {[of_rank.num_items for of_rank in surveys]} items"
-    if num_bad := sum(of_rank.num_bad_users for of_rank in surveys):
-        return f"the vectors of {num_bad} of {sum(of_rank.num_users for of_rank in surveys)} users are not finite"
-    if num_bad := sum(of_rank.num_bad_rows for of_rank in surveys):
+    if len({(survey.num_items, survey.corpus_hash) for survey in surveys}) > 1:
+        return f"the ranks were given different corpora, of {[survey.num_items for survey in surveys]} items"
+    if num_bad := sum(survey.num_bad_users for survey in surveys):
+        return f"the vectors of {num_bad} of {sum(survey.num_users for survey in surveys)} users are not finite"
+    if num_bad := sum(survey.num_bad_rows for survey in surveys):
         return f"{num_bad} rows of the corpus in table {table.name!r} are not finite"
     return None
 
@@ -128,7 +128,7 @@ class OwnedItems:
         self._store = store
         self._normalise = normalise
         self.largest_length = 1.0
-        """of all rows of the corpus, on all ranks"""
+        """Length of the longest row of the corpus, on all ranks."""
         if isinstance(corpus, Tensor):
             check_keys(corpus)
             corpus = corpus.unique()
@@ -136,23 +136,22 @@ class OwnedItems:
         self.num_items = sum(map(len, parts))
         self._corpus_hash = zlib.crc32(corpus.numpy().tobytes()) if isinstance(corpus, Tensor) else 0
         self.keys = torch.cat([_owned(part, table.name, channel) for part in parts])
-        """ascending"""
+        """Keys of the items, ascending."""
 
     def survey(self, queries: Queries) -> _Survey:
         num_bad, num_untrained, largest = 0, 0, 0.0
         for keys in self.keys.split(NUM_ITEMS):
             gathered = self._store.gather(self._table.name, keys, rows_only=True)
-            of_rows = lengths(gathered.records)
-            num_bad += int(of_rows.isfinite().logical_not().sum())
+            row_lengths = lengths(gathered.records)
+            num_bad += int(row_lengths.isfinite().logical_not().sum())
             num_untrained += len(keys) - int(gathered.found.sum())
-            largest = max(largest, float(of_rows.max()) if len(keys) else 0.0)
-        of_users = lengths(queries.users)
-        num_bad_users = int(of_users.isfinite().logical_not().sum())
+            largest = max(largest, float(row_lengths.max()) if len(keys) else 0.0)
+        num_users, num_bad_users = len(queries.users), int(lengths(queries.users).isfinite().logical_not().sum())
         largest = largest if math.isfinite(largest) else 0.0
-        return _Survey(len(of_users), num_bad_users, self.num_items, self._corpus_hash, num_bad, num_untrained, largest)
+        return _Survey(num_users, num_bad_users, self.num_items, self._corpus_hash, num_bad, num_untrained, largest)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys, and their rows in whole numbers."""
+        """Yields keys and their rows in whole numbers, block by block."""
         for keys in self.keys.split(NUM_ITEMS):
             yield keys, self.rows(keys)
 
@@ -160,12 +159,12 @@ class OwnedItems:
         rows = self._store.gather(self._table.name, keys, rows_only=True).records
         return whole_cosine_rows(rows) if self._normalise else whole_rows(rows, self.largest_length)
 
-    def numbers(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each key, its number among the owned items of the corpus, and whether it is one of them."""
+    def positions(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the position of each key among the owned items, and whether it is one of them."""
         if len(self.keys) == 0:
             return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
-        numbers = torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)
-        return numbers, self.keys[numbers] == keys
+        positions = torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)
+        return positions, self.keys[positions] == keys
 
 
 def _parts(corpus: Tensor | int) -> list[Tensor]:
@@ -179,28 +178,28 @@ def _owned(keys: Tensor, table: str, channel: Channel) -> Tensor:
     return keys[order.split(counts.tolist())[channel.rank]]
 
 
-def _all_ranks(queries: Queries, part: slice, sizes: list[int], channel: Channel) -> Queries:
-    """This part of every rank's users, in order of rank; sizes[r] of rank r."""
+def _gather_queries(queries: Queries, part: slice, sizes: list[int], channel: Channel) -> Queries:
+    """Returns this part of every rank's queries, in order of rank; sizes[r] come from rank r."""
 
-    def gather(mine: Tensor) -> Tensor:
-        parts = channel.all_gather_bytes(mine.contiguous().flatten().view(torch.uint8))
-        return torch.cat([part.clone().view(mine.dtype) for part in parts])
+    def gather(own: Tensor) -> Tensor:
+        parts = channel.all_gather_bytes(own.contiguous().flatten().view(torch.uint8))
+        return torch.cat([part.clone().view(own.dtype) for part in parts])
 
     samples = torch.arange(len(queries.users))[part]
     histories = queries.histories.take(samples)
-    every_length = gather(histories.lengths)
-    offsets = torch.cat([every_length.new_zeros(1), every_length.cumsum(0)])
+    history_lengths = gather(histories.lengths)
+    offsets = torch.cat([history_lengths.new_zeros(1), history_lengths.cumsum(0)])
     users = gather(queries.users[part]).view(sum(sizes), queries.users.shape[1])
     return Queries(users, gather(queries.targets[part]), Jagged(gather(histories.values), offsets))
 
 
 def _ranks(queries: Queries, items: OwnedItems, channel: Channel) -> Tensor:
-    """[n] of these users, who are those of all ranks; the same on every rank."""
+    """Returns the ranks, [n], of users of all ranks; the same on every rank."""
     with channel.watch.busy():
         users = whole_users(queries.users)
-        numbers, is_owned = items.numbers(queries.targets)
+        positions, is_owned = items.positions(queries.targets)
         scores = torch.zeros(2, len(users), dtype=torch.float64)
-        scores[0, is_owned] = (users[is_owned] * items.rows(items.keys[numbers[is_owned]])).sum(1)
+        scores[0, is_owned] = (users[is_owned] * items.rows(items.keys[positions[is_owned]])).sum(1)
         scores[1] = is_owned
     channel.all_reduce_sum(scores)  # one rank has the score of a target, the others 0
     score, num_owners = scores
@@ -224,7 +223,7 @@ def _ranks(queries: Queries, items: OwnedItems, channel: Channel) -> Tensor:
 
 
 def _count(products: Tensor, score: Tensor, keys: Tensor, targets: Tensor) -> Tensor:
-    """[n] items of a block, of ascending keys, that are better than each user's target."""
+    """Returns how many items of a block, whose keys ascend, are better than each user's target."""
     num_smaller = torch.searchsorted(keys, targets)
     # Scores are whole numbers: where all keys are smaller than the target's, a tie counts as higher.
     limit = score - (num_smaller == len(keys)).double()
@@ -238,12 +237,12 @@ def _count(products: Tensor, score: Tensor, keys: Tensor, targets: Tensor) -> Te
 
 
 def _count_histories(users: Tensor, score: Tensor, queries: Queries, items: OwnedItems) -> Tensor:
-    """[n] owned items of each user's history that were counted as better than the target; itself never was."""
+    """Returns how many owned items of each history were counted as better than the target, which itself never is."""
     better = torch.zeros(len(users), dtype=torch.int64)
-    of_user = torch.arange(len(users)).repeat_interleave(queries.histories.lengths)
-    numbers, is_owned = items.numbers(queries.histories.values)
+    history_users = torch.arange(len(users)).repeat_interleave(queries.histories.lengths)
+    positions, is_owned = items.positions(queries.histories.values)
     num_owned = max(1, len(items.keys))
-    distinct = (of_user * num_owned + numbers)[is_owned].unique()
+    distinct = (history_users * num_owned + positions)[is_owned].unique()
     for part in distinct.split(NUM_ITEMS):
         user, key = part // num_owned, items.keys[part % num_owned]
         products = (users[user] * items.rows(key)).sum(1)

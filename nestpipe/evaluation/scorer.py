@@ -1,4 +1,4 @@
-"""Scoring with a saved model: one process, no other ranks, whatever the number that trained it."""
+"""Scores with a saved model, in one process, whatever the number of ranks that trained it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from nestpipe.train.checkpoint import read_whole
 
 
 class Scorer:
-    """A model and all rows of a checkpoint. A key that was never trained has its initial row."""
+    """Scores with a model and all rows of a checkpoint. A key that was never trained has its initial row."""
 
     def __init__(
         self, model: nn.Module, features: Mapping[str, Feature], path: str | Path, num_threads: int = 1
@@ -30,7 +30,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        """What the model's `predict` returns for this batch."""
+        """Returns the result of the model's `predict` for this batch."""
         device = next((parameter.device for parameter in self.model.parameters()), None)
         reading = read_batch(self.features, batch, self.store, self._channel, device=device)
         assert reading is not None

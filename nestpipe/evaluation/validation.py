@@ -1,4 +1,4 @@
-"""Validation while training: numbers every so many steps, a stop when they no longer improve, the best model saved."""
+"""Validates while training: metrics at intervals, an early stop, and a checkpoint of the best model."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +13,8 @@ MODES = ("lower", "higher")
 class Validation:
     """A callback of Trainer.fit. Use one object for all calls of fit that belong to one training.
 
-    `function` gives numbers by name, the same on every rank, as those of `evaluate` are. Training ends when the metric
-    has not improved in `patience` validations one after another; nan is no improvement. The model of the best one is
-    saved as `save_best`.
+    `function` returns numbers by name, the same on every rank, as `evaluate` does. Training ends when the metric has
+    not improved in `patience` consecutive validations; nan is never better. The best model is saved to `save_best`.
     """
 
     def __init__(
@@ -28,11 +27,11 @@ class Validation:
         patience: int | None = None,
         save_best: str | Path | None = None,
     ) -> None:
-        """mode: whether "lower" or "higher" is better; None: lower for losses and entropies, higher for others."""
+        """mode: whether "lower" or "higher" is better; by default lower for losses and entropies, higher for others."""
         if every < 1:
             raise ValueError(f"every is {every}, must be at least 1 step")
         if patience is not None and patience < 1:
-            raise ValueError(f"patience is {patience}, must be at least 1 validation; None: never stop")
+            raise ValueError(f"patience is {patience}, must be at least 1 validation, or None to never stop")
         if mode not in (None, *MODES):
             raise ValueError(f"mode is {mode!r}, must be 'lower' or 'higher'")
         self.every = every
@@ -41,9 +40,9 @@ class Validation:
         self.patience = patience
         self.save_best = save_best
         self.best: dict[str, float] | None = None
-        """the numbers of the best validation, and its step"""
+        """Numbers of the best validation, and its step."""
         self.num_since_best = 0
-        """validations after the best one"""
+        """Validations since the best one."""
         self._function = function
 
     def __call__(self, trainer: Trainer, result: FitResult) -> bool:
@@ -55,7 +54,7 @@ class Validation:
         if self._is_better(numbers[self.metric]):
             self.best, self.num_since_best = numbers, 0
             if self.save_best is not None:
-                trainer.save(self.save_best, replaces_newer=True)  # the best one yet, whatever is there
+                trainer.save(self.save_best, replaces_newer=True)  # the best so far replaces any other
         else:
             self.num_since_best += 1
         return self.is_exhausted
@@ -66,7 +65,7 @@ class Validation:
         return self.patience is not None and self.num_since_best >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """For a run that is resumed: the best validation so far, and how many came after it."""
+        """Returns the best validation and the number since then, for a run that is resumed."""
         return {"best": self.best, "num_since_best": self.num_since_best}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

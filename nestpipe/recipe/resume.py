@@ -1,4 +1,4 @@
-"""The same command again goes on: which checkpoint a run resumes from, and what of its recipe may have changed."""
+"""Resumes a run when its command is given again: finds its checkpoint and checks that the recipe still fits."""
 
 import os
 from dataclasses import fields, replace
@@ -23,16 +23,16 @@ from nestpipe.train.checkpoint import (
 
 _FREE_SECTIONS = ("evaluate", "published", "logging", "checkpoint", "distributed", "memory")
 _FREE_KEYS = ("train.steps", "tables.max_rows")
-"""What may differ when a run resumes: how long it runs, what is watched and saved, and limits that an error message may
-have told the user to raise."""
-_OF_THE_MACHINE = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
-"""keys that default to what this machine has; bits depend on them, so a resumed run keeps those it began with"""
+"""Sections and keys that may differ when a run resumes: its length, what is watched and saved, and limits that an error
+message may have told the user to raise."""
+_MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
+"""Keys that default to what this machine has. Bits depend on them, so a resumed run keeps its first values."""
 
 
 def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
-    """Makes the run's folders of checkpoints ours, and returns the checkpoint to resume from, if there is one.
+    """Claims the run's folders of checkpoints and returns the checkpoint to resume from, or None.
 
-    All ranks call it before anything is trained: a folder that cannot be used is refused now, not at the first save.
+    All ranks call it before training, so that a folder that cannot be used is refused now and not at the first save.
     """
     section = config.checkpoint
     named = {RUN: section.dir, BEST: section.best}
@@ -42,7 +42,7 @@ def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
             f"checkpoint.dir and checkpoint.best are both {section.dir}; the best model needs its own folder"
         )
 
-    def find() -> str:
+    def claim_and_find() -> str:
         for holds, folder in folders.items():
             check_ours(folder, holds)
         for folder in folders.values() if fresh and not _is_restart() else ():
@@ -52,23 +52,23 @@ def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
             claim(folder, holds)
         return "" if section.dir is None else str(_newest(folders[RUN]) or "")
 
-    found = agree(world, find, "opening the folders of checkpoints", only_rank=0)[0] if folders else ""
-    if not found:
+    newest = agree(world, claim_and_find, "opening the folders of checkpoints", only_rank=0)[0] if folders else ""
+    if not newest:
         return None
-    _check_same_recipe(config, Path(found))
-    return Path(found)
+    _check_same_recipe(config, Path(newest))
+    return Path(newest)
 
 
 def with_saved_machine_keys(config: Config, fresh: bool) -> Config:
-    """Keys that default to what the machine has, from the checkpoint that the run will resume from."""
+    """Returns the config with unset machine keys taken from the checkpoint that the run will resume from."""
     if config.checkpoint.dir is None or (fresh and not _is_restart()):
         return config
     newest, _ = newest_checkpoint(Path(config.checkpoint.dir).resolve())
     saved = None if newest is None else _saved_config(newest)
-    for section, key in _OF_THE_MACHINE if saved is not None else ():
-        here = getattr(config, section)
-        if getattr(here, key) is None:
-            config = replace(config, **{section: replace(here, **{key: getattr(getattr(saved, section), key)})})
+    for section, key in _MACHINE_KEYS if saved is not None else ():
+        part = getattr(config, section)
+        if getattr(part, key) is None:
+            config = replace(config, **{section: replace(part, **{key: getattr(getattr(saved, section), key)})})
     return config
 
 
@@ -80,7 +80,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _is_restart() -> bool:
-    """Whether torchrun started these ranks again after a failure: what the first start did must not be done again."""
+    """Returns whether torchrun restarted these ranks after a failure: work of the first start must not be repeated."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -90,11 +90,11 @@ def _saved_config(checkpoint: Path) -> Config:
 
 
 def _check_same_recipe(config: Config, checkpoint: Path) -> None:
-    saved, here = _flat(_saved_config(checkpoint)), _flat(config)
-    different = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
+    saved, current = _flat(_saved_config(checkpoint)), _flat(config)
+    different = [name for name in dict.fromkeys([*saved, *current]) if saved.get(name) != current.get(name)]
     if not different:
         return
-    texts = [f"{name} was {_shown(saved.get(name))}, is {_shown(here.get(name))}" for name in different]
+    texts = [f"{name} was {_shown(saved.get(name))}, is {_shown(current.get(name))}" for name in different]
     raise CheckpointError(
         f"{checkpoint} was saved by a run with another recipe: {'; '.join(texts)}. Set back what differs to resume it; "
         "or begin a new run with --fresh, which keeps the old folder under another name, or with another "
@@ -103,7 +103,7 @@ def _check_same_recipe(config: Config, checkpoint: Path) -> None:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Every key that must not change, by its name in a recipe."""
+    """Returns every key that must not change, by its name in a recipe."""
     parts = {field.name: getattr(config, field.name) for field in fields(config)}
     tables = {f"tables.{table.name}": table for table in parts.pop("tables")}
     kept = {name: part for name, part in parts.items() if name not in _FREE_SECTIONS} | tables

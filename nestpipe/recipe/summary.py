@@ -1,4 +1,4 @@
-"""Where the time, the bytes and the memory of a run went, over all ranks."""
+"""Summarises the time, bytes and memory of a run over all ranks."""
 
 import resource
 from collections.abc import Sequence
@@ -18,32 +18,35 @@ if TYPE_CHECKING:
 
 TIME_FIELDS = tuple(dict.fromkeys(stage.time_field for stage in STAGES.values()))
 STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)
-"""milliseconds of a step, of its parts, and of lanes at work"""
+"""Milliseconds of a step, of its parts, and of busy lanes."""
 
 
 @dataclass(frozen=True)
 class TimeSummary:
     fields: dict[str, float]
-    """step_ms of the slowest rank, its parts as means over ranks, bytes a rank and step, samples_per_second, ..."""
+    """step_ms of the slowest rank, its parts as means over ranks, bytes per rank and step, samples_per_second, ..."""
     spread: dict[str, tuple[float, float]]
-    """of each part of step_ms, the least and the most that a rank has"""
+    """Minimum and maximum over ranks, for each part of step_ms."""
 
 
 @dataclass(frozen=True)
 class TableMemory:
-    """Of all ranks together."""
+    """Host memory of a table, summed over ranks."""
 
     name: str
     num_rows: int
     row_bytes: int
     state_bytes: int
     overhead_bytes: int
-    """keys, index, step numbers"""
+    """Bytes of keys, index and step numbers."""
 
 
 def counted(times: Sequence[StepTimes]) -> StepTotals:
-    """The totals without the first tenth of the steps, at least five: they warm up. A shorter run counts its last step
-    alone. Of steps that a StepLog no longer keeps, the block that a tenth ends in is left out whole."""
+    """Returns totals without the first tenth of the steps, at least five, which warm up.
+
+    A shorter run counts its last step only. A StepLog keeps older steps as totals of blocks: the block in which the
+    first tenth ends is left out whole.
+    """
     older = times.older if isinstance(times, StepLog) else []
     num_older = sum(block.num_steps for block in older)
     num_steps = num_older + len(times)
@@ -59,12 +62,12 @@ def counted(times: Sequence[StepTimes]) -> StepTotals:
 
 
 def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
-    """All ranks call it, and get the same."""
+    """Summarises step times. All ranks call it and get the same."""
     totals = counted(times)
     names = (*STEP_FIELDS, *BYTE_FIELDS, "peak_rss_bytes")
-    mine = torch.tensor([_mean_of_rank(totals, name) for name in names], dtype=torch.float64)
-    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
-    columns = {name: of_ranks[:, i] for i, name in enumerate(names)}
+    own_means = torch.tensor([_mean_of_rank(totals, name) for name in names], dtype=torch.float64)
+    means_by_rank = world.control.all_to_all_equal(own_means.expand(world.size, -1))
+    columns = {name: means_by_rank[:, i] for i, name in enumerate(names)}
     largest = {"step_ms", "peak_rss_bytes", "unattributed_ms"}
     fields = {name: float(c.max() if name in largest else c.mean()) for name, c in columns.items()}
     samples = totals.sums.num_samples / max(totals.num_steps, 1)
@@ -79,7 +82,7 @@ def _mean_of_rank(totals: StepTotals, name: str) -> float:
 
 
 def step_value(step: StepTimes, name: str) -> float:
-    """A field of the summary, of one step on this rank."""
+    """Returns a field of the summary for one step on this rank."""
     if name == "step_ms":
         return step.step_ms
     if name in BYTE_FIELDS:
@@ -92,7 +95,7 @@ def step_value(step: StepTimes, name: str) -> float:
 
 
 def table_memory(trainer: "Trainer") -> list[TableMemory]:
-    """All ranks call it, and get the same."""
+    """Returns the memory of each table. All ranks call it and get the same."""
     reports = [trainer.store.memory(table.name) for table in trainer.tables]
     numbers = torch.tensor([[r.num_rows, r.metadata_bytes + r.index_bytes] for r in reports])
     trainer.world.control.all_reduce_sum(numbers)
@@ -104,18 +107,18 @@ def table_memory(trainer: "Trainer") -> list[TableMemory]:
 
 
 def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | None:
-    """The memory of the rank whose embeddings need most, by the formula: terms, their sum, what they did hold at most.
+    """Returns device memory of the rank whose embeddings need most by the formula: its terms, their sum and the peak.
 
-    All ranks call it, and get the same. Without a budget only what the whole device held; without a device, nothing.
+    All ranks call it and get the same. Without a budget, returns only the whole device's peak; without a device, None.
     """
     whole, needed = whole_device_peak(world.device), result.device_bytes
     terms = (needed or DeviceBytes()).terms
     staging = needed.staging if needed is not None else 0
-    mine = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole or 0, staging, *terms.values()]])
-    of_ranks = world.control.all_to_all_equal(mine.expand(world.size, -1))
-    most, peak, _, staging, *parts = of_ranks[int(of_ranks[:, 0].argmax())].tolist()
-    device = {"whole_device_peak_bytes": None if whole is None else int(of_ranks[:, 2].max())}
+    own_bytes = torch.tensor([[sum(terms.values()), result.peak_device_bytes, whole or 0, staging, *terms.values()]])
+    bytes_by_rank = world.control.all_to_all_equal(own_bytes.expand(world.size, -1))
+    formula, peak, _, staging, *parts = bytes_by_rank[int(bytes_by_rank[:, 0].argmax())].tolist()
+    device = {"whole_device_peak_bytes": None if whole is None else int(bytes_by_rank[:, 2].max())}
     if needed is None:
         return None if whole is None else device
-    of_terms = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
-    return {"formula_bytes": most, "peak_bytes": peak, **of_terms, "host_staging_bytes": staging, **device}
+    term_bytes = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
+    return {"formula_bytes": formula, "peak_bytes": peak, **term_bytes, "host_staging_bytes": staging, **device}

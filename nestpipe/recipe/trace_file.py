@@ -1,4 +1,4 @@
-"""The spans of all ranks in one file, for chrome://tracing or ui.perfetto.dev."""
+"""Writes the spans of all ranks to one file, for chrome://tracing or ui.perfetto.dev."""
 
 import json
 import re
@@ -15,18 +15,18 @@ LANES = ("compute", "input", "upload", "route", "host", "rows", "gradients")
 
 
 def parse_steps(text: str) -> range:
-    """The steps that A:B names: from A to B - 1, counted from 0 at the beginning of the training."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    """Returns the steps that A:B names: from A to B - 1, counted from 0 at the beginning of the training."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    steps = range(int(match[1]), int(match[2])) if match else range(0)
     if len(steps) == 0:
         raise ValueError(f"the steps to trace are {text!r}, must be A:B with A < B; 100:200 are steps 100 to 199")
     return steps
 
 
 def write_trace(spans: Sequence[Span], world: World, path: Path, steps: range | None = None) -> None:
-    """All ranks call it; rank 0 writes. A process for each rank, a track for each lane, spans named by stage.
+    """Writes a process for each rank, a track for each lane and spans named by stage. All ranks call it.
 
-    `steps` are those that were asked for; the file says which they are.
+    Rank 0 writes the file. It records `steps`, the steps that were asked for.
     """
     texts = world.control.share_text(json.dumps(_events(spans, world.rank)))
     if world.rank > 0:

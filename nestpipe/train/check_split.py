@@ -1,4 +1,4 @@
-"""Whether a model may be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
+"""Checks that a model can be trained in micro-batches: its loss sums must not depend on how a batch is cut."""
 
 import math
 import warnings
@@ -19,8 +19,8 @@ from nestpipe.store import HostStore
 from nestpipe.train.fixed_noise import FixedNoise, fixed_noise, seed_alike
 from nestpipe.train.loss import loss_sums
 
-MOST_SMALL_BATCHES = 16
-"""of fewer than two samples at the beginning, after which the check is given up"""
+MAX_SMALL_BATCHES = 16
+"""Leading batches of fewer than two samples after which the check gives up."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
@@ -29,7 +29,7 @@ MIXES = (
     "each rank sees the samples of its own batch only, and buffers such as running statistics stay each rank's own, so "
     "results depend on the batch size per rank and on the number of ranks. In several micro-batches it is refused"
 )
-"""The warning for one micro-batch. It has no figures, so that Python shows it once for several calls of fit."""
+"""Warning for one micro-batch. It has no figures, so that Python shows it once for several calls of fit."""
 
 
 class SplitCheck:
@@ -49,7 +49,7 @@ class SplitCheck:
         clustering: Clustering = GIVEN_ORDER,
         warns: bool = True,
     ) -> None:
-        """warns: whether this rank is the one that shows the warning."""
+        """warns: whether this rank shows the warning."""
         self._model = model
         self._features = features
         self._store = store
@@ -62,10 +62,10 @@ class SplitCheck:
             self._splits[name] = (num_micro_batches, clustering)
 
     def first_batch(self, source: BatchSource, steps: int | None) -> None:
-        """Checks the first batch with two samples or more; those that were pulled for it are given back.
+        """Checks the first batch with at least two samples, and gives all batches it pulled back to the source.
 
-        That is done here and now, in the caller's thread: the batches will be pulled by another, while the model
-        trains. What goes wrong takes the place of the batch, and is raised when that is pulled: so all ranks hear.
+        The check runs in the caller's thread, because another thread pulls batches while the model trains. An error
+        takes the place of its batch and is raised when that batch is pulled, so that all ranks learn of it.
         """
         pulled: list[Batch | Exception] = []
         try:
@@ -77,14 +77,14 @@ class SplitCheck:
                     except Exception as error:
                         pulled[-1] = error
                     break
-                if len(pulled) == MOST_SMALL_BATCHES:
+                if len(pulled) == MAX_SMALL_BATCHES:
                     break
-        except Exception as error:  # of the reader
+        except Exception as error:  # raised by the reader
             pulled.append(error)
         source.give_back(pulled)
 
     def check(self, batch: Batch) -> None:
-        """Leaves the model, its buffers and the generators alone."""
+        """Compares the sums. The model, its buffers and the random generators stay as they are."""
         with _undisturbed(self._model), torch.no_grad(), fixed_noise(self._device) as noise:
             whole = self._sums(batch, 1, GIVEN_ORDER, noise)
             parts = {name: self._sums(batch, *split, noise) for name, split in self._splits.items()}
@@ -92,11 +92,11 @@ class SplitCheck:
         for loss, expected in whole.items():
             for split, sums in parts.items():
                 close = abs(expected - sums[loss]) <= tolerance * max(abs(expected), abs(sums[loss]), 1e-6)
-                if math.isfinite(expected) and not close:  # what is not finite is another fault, which the step names
+                if math.isfinite(expected) and not close:  # the step reports a loss that is not finite
                     self._object(loss, split, expected, sums[loss], noise)
 
     def _object(self, loss: str, split: str, whole: float, parts: float, noise: FixedNoise) -> None:
-        """Refuses the model; or, if it is to be trained in one micro-batch, warns."""
+        """Refuses the model, or warns if it will be trained in one micro-batch."""
         causes = _causes(self._model, noise)
         if self._is_cut or _is_mean(whole, parts):
             raise ValueError(_refusal(loss, split, whole, parts, causes, self._is_cut))
@@ -104,7 +104,7 @@ class SplitCheck:
             warnings.warn(MIXES.format(causes="; or ".join(causes)), stacklevel=5)  # at the call of fit
 
     def _sums(self, batch: Batch, num_parts: int, clustering: Clustering, noise: FixedNoise) -> dict[str, float]:
-        """On this rank alone: the store knows the initial row of every key, whoever owns it, and any row will do."""
+        """Returns loss sums, on this rank alone: keys of other owners get initial rows, and any row will do."""
         alone = World().evaluate
         reading = read_batch(self._features, batch, self._store, alone, num_parts, clustering, self._device)
         assert reading is not None
@@ -120,7 +120,7 @@ class SplitCheck:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """As in training, but without dropout; afterwards the model and its buffers are as before."""
+    """Sets training mode without dropout. Restores modes and buffers afterwards."""
     modules = list(model.modules())
     were_training = [module.training for module in modules]
     buffers = [{name: (buffer, buffer.clone()) for name, buffer in _own_buffers(module)} for module in modules]
@@ -131,9 +131,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 module.eval()
         yield
     finally:
-        for module, was_training, of_module in zip(modules, were_training, buffers, strict=True):
+        for module, was_training, saved in zip(modules, were_training, buffers, strict=True):
             module.training = was_training
-            _restore(module, of_module)
+            _restore(module, saved)
 
 
 def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -141,7 +141,7 @@ def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _restore(module: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """A forward may have changed a buffer, replaced it, or made a new one."""
+    """Restores buffers that a forward changed or replaced, and deletes those that it made."""
     for name, _ in _own_buffers(module):
         if name not in buffers:
             delattr(module, name)
@@ -161,12 +161,12 @@ def _causes(model: nn.Module, noise: FixedNoise) -> list[str]:
 
 
 def _is_mean(whole: float, parts: float) -> bool:
-    """Whether the parts of a batch cut in two add up to twice its loss, as means do."""
+    """Returns whether the parts of a batch cut in two add up to twice its loss, as means do."""
     return abs(parts - 2 * whole) < 0.2 * abs(whole)
 
 
 def _refusal(name: str, split: str, whole: float, parts: float, causes: list[str], is_cut: bool) -> str:
-    which = f"the loss {name!r}" if name else "the loss"
+    subject = f"the loss {name!r}" if name else "the loss"
     likely = [*(["the model returns a mean instead of a sum"] if _is_mean(whole, parts) else []), *causes]
     consequence = (
         "this model cannot be trained in micro-batches"
@@ -174,7 +174,7 @@ def _refusal(name: str, split: str, whole: float, parts: float, causes: list[str
         else "fit divides a loss by the batch's weight, so the gradient of a mean would be too small"
     )
     return (
-        f"{which} of a batch is {whole:.6g}, but {parts:.6g} when the batch is cut {split}: {consequence}. "
+        f"{subject} of a batch is {whole:.6g}, but {parts:.6g} when the batch is cut {split}: {consequence}. "
         f"Likely: {'; or '.join(likely)}. "
         "Make the loss a sum over samples, each computed alone, or switch the check off with check_split=False"
     )

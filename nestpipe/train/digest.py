@@ -1,4 +1,4 @@
-"""One number that is equal exactly when all rows, row state, dense parameters and dense optimizer state are."""
+"""A hash that is equal exactly when all rows, row state, dense parameters and dense optimizer state are equal."""
 
 import hashlib
 import pickle
@@ -21,9 +21,10 @@ def digest(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> str:
-    """The same on every rank. Tables by name: name, dim, dtype, row count, step count, sum of record hashes.
+    """Returns the digest, the same on every rank. All ranks call it.
 
-    Ranks whose dense parts differ, in buffers for example, get the hash of all their digests.
+    It covers, for each table by name: name, dim, dtype, row count, step count and the sum of record hashes; then the
+    dense state by name. If ranks differ in their dense parts, in buffers for example, it is the hash of their digests.
     """
     sha = hashlib.sha256()
     for table in sorted(tables, key=lambda table: table.name):
@@ -43,7 +44,7 @@ def digest(
 
 
 def content_digest(value: Any) -> str:
-    """A hash of a value that may hold tensors, for a model's extra state; equal values have equal hashes."""
+    """Returns a hash of a value that may hold tensors, such as a model's extra state. Equal values hash equally."""
     sha = hashlib.sha256()
     _add(sha, value)
     return sha.hexdigest()
@@ -61,7 +62,7 @@ def _add(sha: "hashlib._Hash", value: Any) -> None:
         for entry in value:
             _add(sha, entry)
     elif isinstance(value, set | frozenset):
-        for text in sorted(map(repr, value)):  # whose order depends on the process
+        for text in sorted(map(repr, value)):  # the order of a set depends on the process
             _add(sha, text)
     elif isinstance(value, int | float | complex | str | bytes | None):
         sha.update(repr(value).encode())
@@ -80,7 +81,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _dense_state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """By name: tensors, and what a model's get_extra_state returned."""
+    """Returns tensors, and extra state of the model, by name."""
     named: dict[str, Any] = dict(model.state_dict()) if model is not None else {}
     if model is None or optimizer is None:
         return named

@@ -1,4 +1,4 @@
-"""Forward passes without randomness, so that the results of two of them can be compared."""
+"""Removes randomness from forward passes, so that their results can be compared."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestpipe.device.generators import forked_generators, seed_generators
 
 Values = Mapping[str, Any]
-"""the arguments of an operation by name, defaults included"""
+"""Arguments of an operation by name, defaults included."""
 
 
 def _bernoulli(values: Values) -> Any:
@@ -31,22 +31,21 @@ FIXED: dict[str, Callable[[Values], Any]] = {
     "normal": lambda values: values["mean"] + values["std"],
     "exponential": lambda values: 1.0 / values["lambd"],
 }
-"""Operation -> the value that takes the place of what it draws. The operation in place, with a trailing underscore, has
-the same."""
+"""Operation -> the value that replaces what it draws. In-place operations, with a trailing underscore, share it."""
 
 OFF = {"dropout": 0.0, "dropout_p": 0.0, "training": False}
 """Arguments that switch off the randomness of attention, recurrent layers and randomised activations."""
 
 LEFT_ALONE = ("_fused_sdp_choice", "_cudnn_init_dropout_state")
-"""They take a dropout probability and draw nothing that reaches the result of this forward."""
+"""Operations that take a dropout probability but draw nothing that reaches the result of this forward."""
 
 
 class FixedNoise(TorchDispatchMode):
-    """Gives every random draw of a forward the same value for all samples. Dropout of any kind keeps everything.
+    """Replaces every random draw of a forward by one value for all samples. Dropout of any kind keeps everything.
 
-    It works below autograd and modules, where every dropout ends up, whoever calls it: a module, a function, a fused
-    attention or recurrent kernel. What has no such value (a random permutation, for example) is drawn as usual, and
-    `drawn` names it.
+    It works below autograd and modules, so it catches every dropout: of a module, a function, a fused attention or
+    recurrent kernel. Operations without such a value (a random permutation, for example) draw as usual, and `drawn`
+    names them.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class FixedNoise(TorchDispatchMode):
         return drawn.copy_(torch.as_tensor(fixed(values)))
 
     def restore_generators(self) -> None:
-        """Sets generators of the model's own back to where they were."""
+        """Restores the state of the model's own generators."""
         for generator, state in self._generators.items():
             generator.set_state(state)
 
@@ -99,8 +98,8 @@ def _without_noise(func: Any, args: tuple[Any, ...]) -> list[Any]:
 
 @contextmanager
 def fixed_noise(device: torch.device) -> Iterator[FixedNoise]:
-    """Around the forwards that are compared. Afterwards every generator is as before."""
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    """Wraps the forwards to compare. Restores every generator afterwards."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     noise = FixedNoise()
     # cuDNN keeps the random state of its recurrent layers for the life of the process, where it cannot be restored.
     try:
@@ -108,12 +107,12 @@ def fixed_noise(device: torch.device) -> Iterator[FixedNoise]:
             yield noise
     finally:
         noise.restore_generators()
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def seed_alike(device: torch.device) -> None:
-    """Seeds all default generators, before each of the forwards, so that all make the same random choices."""
+    """Seeds all default generators. Call it before each forward, so that all make the same random choices."""
     random.seed(0)
     numpy.random.seed(0)
     seed_generators(device, 0)

@@ -1,4 +1,4 @@
-"""What a model returns: loss sums, by name."""
+"""The loss sums that a model returns."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def loss_sums(returned: object, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """What a model returned, by name of the loss; refuses anything but scalar sums of the batch's names."""
+    """Returns a model's loss sums by name. Refuses anything but scalar sums with the names of the batch's weights."""
     named = dict(returned) if isinstance(returned, Mapping) else {"": returned}
     sums: dict[str, Tensor] = {}
     for name, value in named.items():

@@ -1,4 +1,4 @@
-"""The dense gradients of all ranks, summed in buckets whose order is fixed."""
+"""Sums dense gradients over ranks, in buckets whose order is fixed."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,39 +17,42 @@ from nestpipe.pipelining.step import Step
 class DenseReducer:
     """Sums the gradients of a model's parameters over ranks, in place.
 
-    The buckets are a pure function of the parameters and `bucket_bytes`: from the last parameter to the first, because
-    that is nearly the order in which a backward ends. A parameter that some ranks did not use counts as zero there; one
-    that no rank used keeps no gradient.
+    The buckets are a pure function of the parameters and `bucket_bytes`. They go from the last parameter to the first,
+    which is nearly the order in which a backward completes gradients. A parameter counts as zero on ranks that did not
+    use it; if no rank used it, its gradient is None afterwards.
     """
 
     def __init__(self, model: nn.Module, world: World, bucket_bytes: int = 1 << 22) -> None:
         self.world = world
         self.model = model
         self.parameters: list[nn.Parameter] = []
-        """those that are trained, as of this step"""
+        """Trainable parameters, as of this step."""
         self.buckets: list[list[nn.Parameter]] = []
         self._bucket_bytes = bucket_bytes
         self._bucket_of: dict[Tensor, int] = {}
         self._num_missing: list[int] = []
-        """parameters of each bucket whose gradient the backward under way has not completed"""
+        """Parameters of each bucket whose gradient the current backward has not completed."""
         self._begun: list[Future[tuple[Tensor, Mark]]] = []
-        """sums of the first buckets"""
+        """Pending sums of the first buckets."""
         self._versions: list[list[int]] = []
-        """of the gradients that were handed over"""
+        """Versions of the gradients in each pending bucket."""
         world.when_left(self)
-        self._see_parameters()
+        self._update_buckets()
 
     @contextmanager
     def overlap(self, is_last: bool) -> Iterator[None]:
-        """Around the backward of a micro-batch. In the last one, each bucket starts as soon as its gradients, and all
-        buckets before it, are complete; `finish` starts the rest. Where one thread issues all collectives, `finish`
-        starts them all: how many micro-batches are still to be returned at a rank's last backward differs by rank."""
-        self._see_parameters()
+        """Wraps the backward of a micro-batch. In the last one, buckets start while the backward runs.
+
+        A bucket starts as soon as its gradients and all buckets before it are complete; `finish` starts the rest. Where
+        one thread issues all collectives, `finish` starts every bucket: at their last backward, ranks differ in how
+        many micro-batches they still have to return.
+        """
+        self._update_buckets()
         if not is_last or not self.buckets or self.world.issuer is not None:
             yield
             return
         self._num_missing = [len(bucket) for bucket in self.buckets]
-        hooks = [parameter.register_post_accumulate_grad_hook(self._mark) for parameter in self.parameters]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._mark_ready) for parameter in self.parameters]
         try:
             yield
         finally:
@@ -57,15 +60,15 @@ class DenseReducer:
                 hook.remove()
 
     def finish(self, step: Step | None = None, loss: Tensor | None = None) -> None:
-        """Call it after the last backward and before the optimizer's step. Also sums `loss` over ranks, in place.
+        """Sums gradients, and `loss`, over ranks in place. Call it between the last backward and the optimizer's step.
 
-        Commits the step: raises on every rank when on any of them it must not be applied. On a device, what is not
-        finite is found later, see Step.commit. Without a step this rank's host waits for the sums, and checks them.
+        It commits the step: all ranks raise if one of them must not apply it. On a device, a value that is not finite
+        is detected later, see Step.commit. Without a step, the host waits for the sums and checks them.
         """
         if step is not None:
             step.check_complete()
             step.trace.enter("dense")
-        self._see_parameters()
+        self._update_buckets()
         self._check_untouched()
         self._begin_rest()
         used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.float64)
@@ -83,10 +86,10 @@ class DenseReducer:
         self._assign(sums, (used > 0).tolist())
 
     def _agree(self, used: Tensor, non_finite: Tensor, loss: Tensor | None) -> Tensor:
-        """For a loop without steps: returns how many ranks used each parameter; raises on all if one is not finite."""
-        part = torch.zeros((), dtype=torch.float64) if loss is None else loss.detach().double().cpu()
-        known = torch.stack([(non_finite.cpu() | ~part.isfinite()).double(), part])
-        sums = torch.cat([known, used])
+        """Returns how many ranks used each parameter, in a loop without steps. All ranks raise if one is not finite."""
+        own_loss = torch.zeros((), dtype=torch.float64) if loss is None else loss.detach().double().cpu()
+        flag_and_loss = torch.stack([(non_finite.cpu() | ~own_loss.isfinite()).double(), own_loss])
+        sums = torch.cat([flag_and_loss, used])
         self.world.dense.all_reduce_sum(sums)
         if sums[0] > 0:
             text = "a loss or a gradient is not finite on some rank; nothing was applied"
@@ -103,8 +106,8 @@ class DenseReducer:
             if not is_used:
                 parameter.grad = None
 
-    def _see_parameters(self) -> None:
-        """A model may have been frozen or unfrozen in parts since the last step; on all ranks alike."""
+    def _update_buckets(self) -> None:
+        """Rebuilds the buckets if layers were frozen or unfrozen since the last step, on all ranks alike."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if self._begun or [id(p) for p in parameters] == [id(p) for p in self.parameters]:
             return
@@ -113,7 +116,7 @@ class DenseReducer:
         self._bucket_of = {parameter: i for i, bucket in enumerate(self.buckets) for parameter in bucket}
 
     def _check_untouched(self) -> None:
-        """Gradients that are on their way must not have been changed meanwhile, and must be dense."""
+        """Refuses sparse gradients, and gradients that changed while they were being summed."""
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ValueError("a dense parameter has a sparse gradient; give the model's nn.Embedding sparse=False")
@@ -124,7 +127,7 @@ class DenseReducer:
                     "summed over ranks; scale or clip gradients after finish"
                 )
 
-    def _mark(self, parameter: Tensor) -> None:
+    def _mark_ready(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[parameter]
         if bucket < len(self._begun):
             raise RuntimeError(
@@ -164,13 +167,13 @@ class DenseReducer:
         return len(self._begun) > 0
 
     def complete(self) -> None:
-        """Some ranks have begun: all do, and throw the sums away."""
+        """Completes sums that only some ranks have begun, and throws them away."""
         self._begin_rest()
         self._sums()
 
 
 def _versions(bucket: list[nn.Parameter]) -> list[int]:
-    """They change when a gradient is changed in place; -1: there is none."""
+    """Returns the version of each gradient, which every change in place advances; -1 if there is no gradient."""
     return [-1 if parameter.grad is None else parameter.grad._version for parameter in bucket]
 
 

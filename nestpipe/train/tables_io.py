@@ -1,4 +1,4 @@
-"""A table's rows out to plain torch, and pretrained rows in."""
+"""Exports a table's rows to plain torch, and imports pretrained rows."""
 
 from typing import TYPE_CHECKING
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def export_embedding(trainer: "Trainer", name: str) -> tuple[Tensor, nn.Embedding]:
-    """All ranks call it, all get the keys in ascending order and an embedding with their rows in the same order.
+    """Returns the keys of a table, ascending, and an embedding with their rows. All ranks call it and get the same.
 
-    Of a table with num_keys: keys 0 .. num_keys - 1, those never trained with their initial rows; of another: the keys
-    it has. The embedding must fit in the memory of each rank.
+    A table with num_keys has the keys 0 .. num_keys - 1, those never trained with their initial rows. Any other table
+    has the keys in its stores. The embedding must fit in the memory of each rank.
     """
     table, channel = _table(trainer, name), trainer.world.control
     if table.num_keys is not None:
-        mine = _owned(trainer, name, torch.arange(table.num_keys))
+        all_keys = torch.arange(table.num_keys)
+        own_keys = all_keys[_owned_positions(trainer, name, all_keys)]
     else:
-        mine = trainer.store.export_piece(name, 0, 1 << 16).keys
-    rows = trainer.store.gather(name, mine, rows_only=True).records
-    keys = torch.cat([part.clone().view(torch.int64) for part in channel.all_gather_bytes(mine.view(torch.uint8))])
+        own_keys = trainer.store.export_piece(name, 0, 1 << 16).keys
+    rows = trainer.store.gather(name, own_keys, rows_only=True).records
+    keys = torch.cat([part.clone().view(torch.int64) for part in channel.all_gather_bytes(own_keys.view(torch.uint8))])
     parts = channel.all_gather_bytes(rows.flatten().view(torch.uint8))
     all_rows = torch.cat([part.clone().view(table.dtype) for part in parts]).view(-1, table.dim)
     order = keys.argsort()
@@ -33,7 +34,7 @@ def export_embedding(trainer: "Trainer", name: str) -> tuple[Tensor, nn.Embeddin
 
 
 def import_rows(trainer: "Trainer", name: str, keys: Tensor, rows: Tensor) -> None:
-    """All ranks call it with the same rows; each keeps those it owns. Their state begins anew."""
+    """Writes pretrained rows with initial row state. All ranks call it with the same rows; each keeps those it owns."""
     table = _table(trainer, name)
     num_keys = check_keys(keys)
     if rows.shape != (num_keys, table.dim) or not rows.is_floating_point():
@@ -47,18 +48,18 @@ def import_rows(trainer: "Trainer", name: str, keys: Tensor, rows: Tensor) -> No
         raise ValueError(f"the keys of the rows for table {name!r} must be 0 .. {table.num_keys - 1}")
     if not bool(rows.isfinite().all()):
         raise ValueError(f"the rows for table {name!r} are not all finite")
-    where = _owned(trainer, name, keys, positions=True)
+    positions = _owned_positions(trainer, name, keys)
     state = torch.tensor(table.spec(trainer.seed).full_initial_state, dtype=table.dtype)
-    records = torch.cat([rows[where].to(table.dtype), state.expand(len(where), -1)], dim=1)
+    records = torch.cat([rows[positions].to(table.dtype), state.expand(len(positions), -1)], dim=1)
     with trainer.world.watch.reporting():
-        trainer.store.scatter(name, keys[where], records, step=trainer.num_steps)
+        trainer.store.scatter(name, keys[positions], records, step=trainer.num_steps)
 
 
-def _owned(trainer: "Trainer", name: str, keys: Tensor, positions: bool = False) -> Tensor:
-    """Those of the keys, or their positions, that this rank owns."""
+def _owned_positions(trainer: "Trainer", name: str, keys: Tensor) -> Tensor:
+    """Returns the positions of the keys that this rank owns."""
     order, counts = group_by_owner(name, keys, trainer.world.size)
-    mine = order.split(counts.tolist())[trainer.world.rank]
-    return mine if positions else keys[mine]
+    positions: Tensor = order.split(counts.tolist())[trainer.world.rank]
+    return positions
 
 
 def _table(trainer: "Trainer", name: str) -> "Table":

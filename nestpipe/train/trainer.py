@@ -1,4 +1,4 @@
-"""The Trainer: a thin layer on the pipeline's loop."""
+"""The Trainer, a thin layer on the pipeline's loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,47 +31,49 @@ from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.tables_io import export_embedding, import_rows
 
 TRACED_STEPS = 1000
-"""steps whose spans are kept unless others are named: some 30 spans a step and rank"""
+"""Steps whose spans are kept by default, at about 30 spans per step and rank."""
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass
 class FitResult:
+    """Losses, times and validations of one or more calls of fit."""
+
     num_steps_before: int = 0
-    """steps of the run before those of this result"""
+    """Steps of the run before those of this result."""
     losses: list[float] = field(default_factory=list)
-    """of each step: the global batch's loss sums, each divided by its weight, added up"""
+    """Loss of each step: the global batch's loss sums, each divided by its weight, added up."""
     num_skipped: int = 0
-    """batches of weight 0"""
+    """Batches of weight 0."""
     times: list[StepTimes] = field(default_factory=StepLog)
-    """of the last 1,000 steps, on this rank; `times.older` has the totals of the steps before them"""
+    """Times of the last 1,000 steps on this rank; `times.older` has the totals of earlier steps."""
     spans: list[Span] | None = None
-    """of all lanes, if a list is given to put them in"""
+    """Spans of all lanes; pass a list to collect them."""
     traced_steps: range | None = None
-    """The steps whose spans are kept; None: the first 1,000 that are trained. Batches of weight 0 count here, too."""
+    """Steps whose spans are kept; None for the first 1,000 trained. Batches of weight 0 count as steps here."""
     validations: list[dict[str, float]] = field(default_factory=list)
-    """of each validation: the step after which it was, and its numbers"""
+    """Numbers of each validation, and the step after which it ran."""
     is_stopped: bool = False
-    """whether a callback has ended the training"""
+    """Whether a callback has ended the training."""
     device_bytes: DeviceBytes | None = None
-    """with a budget: what the embedding part needs of the device by the formula, for the largest batch"""
+    """Device memory that the embeddings of the largest batch need by the formula; None without a budget."""
     peak_device_bytes: int = 0
-    """with a budget: what it did hold at most"""
+    """Peak device memory of the embeddings; 0 without a budget."""
 
 
 class Callback(Protocol):
-    """Called on all ranks, at a step boundary: rows are current, and what it does counts in no step's time.
+    """Hook that fit calls on all ranks at a step boundary, when rows are current. Its time counts in no step.
 
-    Work in `with trainer.world.busy()` is named in errors of ranks that wait for this one.
+    Put long work in `with trainer.world.busy()`: errors of ranks that wait for this one then name it.
     """
 
     @property
     def every(self) -> int:
-        """Steps from one call to the next."""
+        """Steps between two calls."""
 
     def __call__(self, trainer: "Trainer", result: FitResult) -> bool:
-        """True ends the training after this step, on all ranks, if any rank says so."""
+        """Returns whether to end the training after this step; one rank's True ends it on all ranks."""
 
 
 class Trainer:
@@ -92,10 +94,10 @@ class Trainer:
         compiled: bool = False,
         **options: Any,
     ) -> None:
-        """world: None takes the environment's: torchrun's ranks, or a world of one, on the accelerator if there is one.
+        """world: by default torchrun's ranks, or else a world of one; on the accelerator if there is one.
 
-        autocast: the dtype in which the dense model computes where torch deems it safe; rows and their state keep
-        theirs. compiled: the dense model by torch.compile(dynamic=True). options: the fields of PipelineOptions, such
+        autocast: dtype in which the dense model computes where torch deems it safe; rows and row state keep theirs.
+        compiled: whether the dense model runs by torch.compile(dynamic=True). options: fields of PipelineOptions, such
         as schedule and num_micro_batches.
         """
         self.options = PipelineOptions(**options)
@@ -109,24 +111,24 @@ class Trainer:
         self.optimizer = dense_optimizer(model.parameters())
         self.reducer = DenseReducer(model, self.world)
         self.clip_norm = clip_norm
-        """the largest norm of the dense gradients of the global batch, together"""
+        """Largest joint norm of the global batch's dense gradients."""
         self.clip_rows = clip_rows
-        """whether the gradients of rows count in that norm, and are scaled with the others"""
+        """Whether row gradients count in that norm and are scaled with the others."""
         self.lr_schedule = schedule_lr(self.optimizer) if schedule_lr is not None else None
-        """schedule of the dense optimizer's learning rate, advanced once a step"""
+        """Schedule of the dense learning rate; it advances once per step."""
         self.check_split = check_split
-        """whether fit refuses a model whose loss sums depend on how the batch is cut"""
+        """Whether fit refuses a model whose loss sums depend on how the batch is cut."""
         self.recipe: str | None = None
-        """saved with the model, for those who read it"""
+        """Text of the recipe, saved with the model."""
         self._loaded_data_state: Mapping[str, Any] | None = None
         self.num_steps = 0
         self.num_skipped = 0
-        """batches of weight 0 that this object was given: they are no steps, but the data goes on"""
+        """Batches of weight 0 so far. They do not count as steps, but the data advances."""
         self.store = make_store(self.tables, self.seed, self.options.num_threads)
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self.is_partially_updated = False
-        """whether some of the dense parameters or rows are of one step and others of the step before"""
+        """Whether some dense parameters or rows have the update of a step and others do not."""
         self._short_stages = light.LightStages(light.LIGHT_SECONDS)
         self._overlaps_reduction = self.options.schedule in WINDOWED
 
@@ -142,10 +144,10 @@ class Trainer:
         result: FitResult | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> FitResult:
-        """Trains until the data ends on all ranks, or for `steps` more steps, or until a callback ends it.
+        """Trains until the data ends on all ranks, `steps` more steps are done, or a callback ends it.
 
-        `after_step` sees the result so far, on the ranks that give it. Callbacks must be the same on all ranks; they
-        may evaluate and save. A result of an earlier call may be given to be added to.
+        `after_step` receives the result so far, on the ranks that pass it. Callbacks must be the same on all ranks;
+        they may evaluate and save. Pass the result of an earlier call as `result` to extend it.
         """
         self._refuse_within_fit("fit")
         self._check_usable()
@@ -157,7 +159,7 @@ class Trainer:
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             with self.world.watch.doing("the split check"):
                 check.first_batch(source, steps)
-        num_before, num_skipped, reader = self.num_steps, self.num_skipped, BatchReader(source)
+        num_steps_before, num_skipped_before, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
             reader,
@@ -173,9 +175,7 @@ class Trainer:
             with pipeline:
                 for step in pipeline:
                     self._train(step)
-                    _move(pipeline.losses, result.losses)
-                    self.num_steps = num_before + pipeline.num_applied
-                    self.num_skipped = num_skipped + pipeline.num_skipped
+                    self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
                     source.advance_to(pipeline.num_applied + pipeline.num_skipped)
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
@@ -186,16 +186,23 @@ class Trainer:
                             after_step(result)
         finally:
             self._pipeline = None
-            # What a device finds out late has gone into the dense parameters by then, and into no row.
+            # A device reports a failed step late: the dense parameters have its update by then, no row has.
             self.is_partially_updated |= pipeline.partially_updated or pipeline.failed_step is not None
-            self.num_steps = num_before + pipeline.num_applied
-            self.num_skipped = num_skipped + pipeline.num_skipped
-            _move(pipeline.losses, result.losses)
+            self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
             result.num_skipped += pipeline.num_skipped
             _add_memory(result, pipeline)
-            source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a batch that failed does not come again
+            source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a failed batch is not retried
             source.give_back(pipeline.untrained)
         return result
+
+    def _record_progress(
+        self, pipeline: Pipeline, result: FitResult, num_steps_before: int, num_skipped_before: int
+    ) -> None:
+        """Moves the pipeline's losses to the result and updates the counts of steps and skipped batches."""
+        result.losses.extend(pipeline.losses)
+        pipeline.losses.clear()
+        self.num_steps = num_steps_before + pipeline.num_applied
+        self.num_skipped = num_skipped_before + pipeline.num_skipped
 
     def _trace(self, result: FitResult) -> Trace:
         if result.spans is not None and result.traced_steps is None:
@@ -203,7 +210,7 @@ class Trainer:
         return Trace(result.times, result.spans, self.num_steps, self.world.device, result.traced_steps)
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
-        """Whether one of them, on any rank, ends the training: all ranks must leave the loop at the same step."""
+        """Returns whether a callback ends the training on any rank: all ranks must leave the loop at the same step."""
         with self.world.watch.doing("callbacks"):
             answers = [callback(self, result) for callback in due]
         num_stops = torch.tensor([int(any(answers))])
@@ -212,20 +219,20 @@ class Trainer:
         return result.is_stopped
 
     def flush(self) -> None:
-        """Within fit, at a step boundary, on all ranks: every row is written to the store. Otherwise nothing to do."""
+        """Writes every row to the store. Within fit, all ranks call it at a step boundary; outside it does nothing."""
         self._check_usable()
         if self._pipeline is not None:
             self._pipeline.flush()
 
     def _source_of(self, batches: Iterable[Batch]) -> BatchSource:
-        """If an earlier call of fit was given the same iterator: with what it pulled and did not train."""
+        """Returns the source of the batches. An earlier fit's iterator keeps batches pulled but not trained."""
         iterator = iter(batches)
         if self._source is None or self._source.batches is not iterator:
             self._source = BatchSource(iterator, batches)
         return self._source
 
     def data_state(self) -> Mapping[str, Any] | None:
-        """Where the data goes on after the batches trained so far: for `load_state` of the data.
+        """Returns where the data continues after the batches trained so far, for `load_state` of the data.
 
         The pipeline pulls batches ahead of training, so within `fit` the data's own `state()` is ahead of this one.
         Returns None for data without a method `state()`.
@@ -233,7 +240,7 @@ class Trainer:
         return self._source.state if self._source is not None else self._loaded_data_state
 
     def _refuse_within_fit(self, what: str) -> None:
-        """Rows that are under way would hide the new ones, and overwrite them."""
+        """Raises within fit, where rows in the pipeline would hide and overwrite new ones."""
         if self._pipeline is not None:
             raise RuntimeError(
                 f"{what} was called within fit; call it between two calls of fit. A callback that returns True ends "
@@ -248,7 +255,7 @@ class Trainer:
             )
 
     def _check_same_start(self) -> None:
-        """Ranks whose dense parts differ would go on to differ, without a sign of it."""
+        """Refuses ranks whose dense parts differ: they would silently stay different."""
         if self.num_steps > 0 or self.world.size == 1:
             return
         texts = self.world.control.share_text(digest((), self.store, 0, World(), self.model))
@@ -261,7 +268,7 @@ class Trainer:
             )
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, replaces_newer: bool = False) -> None:
-        """Writes a checkpoint into a folder of checkpoints, on all ranks together; older ones are then removed.
+        """Writes a checkpoint into a folder of checkpoints, then removes older ones. All ranks call it.
 
         The folder must be new, empty, or one of checkpoints already. A checkpoint of more steps than this trainer's is
         not replaced unless `replaces_newer` is set. `extra` is saved with the model; `load` returns it.
@@ -270,9 +277,9 @@ class Trainer:
         save(self, Path(path), dict(extra or {}), replaces_newer)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Goes on where `save` left off, exactly, at the same world size; returns the `extra` that was saved.
+        """Restores what `save` wrote, for an exact continuation at the same world size. Returns the saved `extra`.
 
-        `data_state()` then tells where the data goes on. A load that fails leaves this trainer as it was.
+        `data_state()` then returns where the data continues. A load that fails leaves this trainer as it was.
         """
         self._refuse_within_fit("load")
         loaded = load(self, Path(path))
@@ -282,28 +289,28 @@ class Trainer:
         return loaded.extra
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
-        """The keys of a table, ascending, and their rows as plain torch; on every rank."""
+        """Returns the keys of a table, ascending, and their rows as plain torch, on every rank."""
         self.flush()
         return export_embedding(self, table)
 
     def import_rows(self, table: str, keys: Tensor, rows: Tensor) -> None:
-        """Pretrained rows, the same on every rank; each keeps those it owns."""
+        """Writes pretrained rows. Every rank passes the same rows and keeps those it owns."""
         self._check_usable()
         self._refuse_within_fit("import_rows")
         import_rows(self, table, keys, rows)
 
     def digest(self) -> str:
-        """One number for all rows, row state, dense parameters and dense optimizer state; the same on every rank."""
+        """Returns a hash of all rows, row state, dense parameters and dense optimizer state; the same on every rank."""
         self.flush()
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
     def _train(self, step: Step) -> None:
         with step.trace.span("dense"):
             self.model.train()
-            self.model.zero_grad()  # of parameters that the optimizer does not have, too
+            self.model.zero_grad()  # includes parameters that the optimizer does not have
         losses: list[Tensor] = []
         for micro_batch in step:
-            with self.world.watch.doing("forward and backward"):  # it may be compiled in there, at any step
+            with self.world.watch.doing("forward and backward"):  # may compile, at any step
                 with self.precision():
                     sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
                 loss = _sum([_divided(value, step.weights[name]) for name, value in sums.items()])
@@ -323,16 +330,16 @@ class Trainer:
             raise
 
     def precision(self) -> AbstractContextManager[object]:
-        """Around a forward of the model."""
+        """Returns the context for a forward of the model."""
         if self.autocast is None:
             return nullcontext()
         return autocast(self.world.device, self.autocast)
 
     def _clip(self, step: Step) -> float | Tensor:
-        """Scales the reduced dense gradients down to clip_norm; returns by what."""
+        """Scales the reduced dense gradients down to clip_norm and returns the factor."""
         if self.clip_norm is None:
             return 1.0
-        # Each rank has other rows; the dense gradients are the same on all.
+        # Row gradients differ by rank, so their norm is summed; dense gradients are already the same on all.
         squared = squared_norm((), self.world.device)
         if self.clip_rows:
             squared = step.squared_gradient_norm()
@@ -364,15 +371,10 @@ def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
     result.peak_device_bytes = max(result.peak_device_bytes, pipeline.budget.peak_bytes)
 
 
-def _move(source: list[float], target: list[float]) -> None:
-    target.extend(source)
-    source.clear()
-
-
 def _sum(losses: list[Tensor]) -> Tensor:
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def _divided(loss_sum: Tensor, weight: float) -> Tensor:
-    """A loss that nothing in the global batch weighs in is no loss."""
+    """Returns the loss sum over its weight, or 0 if nothing in the global batch has weight."""
     return loss_sum / weight if weight > 0 else loss_sum * 0.0

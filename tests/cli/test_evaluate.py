@@ -65,7 +65,7 @@ def refused(*arguments: str, expected: int = 2) -> str:
 
 def test_refusals(saved: Path, tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'nothing'}" in refused(str(tmp_path / "nothing"))
-    assert f"{tmp_path} is no complete checkpoint" in refused(str(tmp_path))
+    assert f"{tmp_path} is not a complete checkpoint" in refused(str(tmp_path))
     assert "was saved by 1 ranks; --ranks must be 1, or left out" in refused(str(saved), "--ranks", "2")
     assert "unknown key evaluate.num_sample of --set" in refused(str(saved), *sets("evaluate.num_sample=1"))
     assert "cannot be written" in refused(str(saved), "--json", str(tmp_path / "no" / "a.json"))

@@ -23,7 +23,7 @@ def on_ranks(size: int, function, *arguments) -> list:
 
 
 def evaluate_between_steps(world: World) -> tuple[float, float, bool, bool, nestpipe.evaluation.evaluate.Evaluation]:
-    """Loss of the evaluation of a batch, of the next step on it, whether the digest stayed, and the training mode."""
+    """Returns a batch's evaluated loss, its loss in the next step, whether the digest stayed, and the training mode."""
     trainer = make_trainer(world)
     trainer.fit(batches(world), steps=3)
     before = trainer.digest()
@@ -46,11 +46,11 @@ def test_sees_what_the_next_step_sees(size: int) -> None:
 
 def count_untrained(world: World) -> tuple[int, int, int]:
     trainer = make_trainer(world)
-    nothing = nestpipe.evaluate(trainer, islice(batches(world), 1))
+    untrained = nestpipe.evaluate(trainer, islice(batches(world), 1))
     trainer.fit(batches(world), steps=1)
     trained = nestpipe.evaluate(trainer, islice(batches(world), 1))
     return (
-        nothing.num_untrained_keys,
+        untrained.num_untrained_keys,
         trained.num_untrained_keys,
         sum(trainer.store.size(t.name) for t in trainer.tables),
     )
@@ -66,10 +66,10 @@ def test_counts_keys_that_were_never_trained(size: int) -> None:
 
 
 def evaluate_unequal(world: World) -> tuple[float, int]:
-    """Rank 1 has no data, rank 0 all of it."""
+    """Evaluates with all data on rank 0, and none on rank 1."""
     trainer = make_trainer(world)
-    mine = [DATA.samples(0, 50), DATA.samples(50, 20)] if world.rank == 0 else []
-    evaluation = nestpipe.evaluate(trainer, mine, [ClickMetrics()])
+    own_batches = [DATA.samples(0, 50), DATA.samples(50, 20)] if world.rank == 0 else []
+    evaluation = nestpipe.evaluate(trainer, own_batches, [ClickMetrics()])
     return evaluation.loss, evaluation.num_samples
 
 

@@ -29,7 +29,7 @@ NUM_TRAINED = 45
 
 
 def trained_rows() -> Tensor:
-    """Some are equal, some opposite, some zero, some differ in length only: there are ties."""
+    """Returns rows with ties: some are equal, some opposite, some zero, some differ in length only."""
     rows = torch.randn(NUM_TRAINED, DIM, generator=torch.Generator().manual_seed(1))
     rows[10:20] = rows[:10]
     rows[20:23] = 0
@@ -43,13 +43,13 @@ def store_of(world: World) -> HostStore:
     store.create_table(TABLE.spec(seed=0))
     keys = torch.arange(NUM_TRAINED)
     order, counts = group_by_owner("item", keys, world.size)
-    mine = order.split(counts.tolist())[world.rank]
-    store.scatter("item", keys[mine], trained_rows()[mine], step=0)
+    owned = order.split(counts.tolist())[world.rank]
+    store.scatter("item", keys[owned], trained_rows()[owned], step=0)
     return store
 
 
 def some_queries(num_users: int = 40) -> Queries:
-    """One user in four is like an item, one has no history (a vector of zeros), histories have repeats and targets."""
+    """Returns queries: one user in four equals an item, one is all zeros; histories have repeats and targets."""
     generator = torch.Generator().manual_seed(2)
     users = F.normalize(torch.randn(num_users, DIM, generator=generator), dim=1)
     users[::4] = F.normalize(trained_rows()[: len(users[::4])], dim=1)
@@ -62,11 +62,11 @@ def some_queries(num_users: int = 40) -> Queries:
 
 
 def slow_ranks(queries: Queries, corpus: list[int], normalise: bool) -> list[int]:
-    """By sorting the whole corpus for each user; scores are Python's integers."""
+    """Sorts the whole corpus for each user, with scores that are Python's integers."""
     store = store_of(World())
     rows = store.gather("item", torch.tensor(corpus), rows_only=True).records
     whole = whole_cosine_rows(rows) if normalise else whole_rows(rows, float(rows.double().norm(dim=1).max()))
-    of_items = dict(zip(corpus, whole.long().tolist(), strict=True))
+    rows_by_item = dict(zip(corpus, whole.long().tolist(), strict=True))
     result = []
     offsets = queries.histories.offsets.tolist()
     for i, user in enumerate(whole_users(queries.users).long().tolist()):
@@ -74,7 +74,7 @@ def slow_ranks(queries: Queries, corpus: list[int], normalise: bool) -> list[int
         seen = set(queries.histories.values[offsets[i] : offsets[i + 1]].tolist()) - {target}
         scores = {
             item: sum(a * b for a, b in zip(user, row, strict=True))
-            for item, row in of_items.items()
+            for item, row in rows_by_item.items()
             if item not in seen
         }
         best_first = sorted(scores, key=lambda item: (-scores[item], item))
@@ -85,13 +85,13 @@ def slow_ranks(queries: Queries, corpus: list[int], normalise: bool) -> list[int
 def ranks_of(
     world: World, corpus: Tensor | int, normalise: bool = True, block: int = 2048, skew: bool = False
 ) -> Ranked:
-    """Of this rank's share of the users; with `skew` rank 0 has none of them, if there are others."""
+    """Ranks for this rank's share of the users; with `skew`, the first of several ranks has none."""
     ranking.NUM_ITEMS, ranking.NUM_USERS, ranking.NUM_TOGETHER = block, max(1, block // 2), max(1, block // 3)
     queries = some_queries()
-    who = torch.arange(len(queries.users))
+    users = torch.arange(len(queries.users))
     first = 1 if skew and world.size > 1 else 0
-    mine = who[who % (world.size - first) + first == world.rank] if world.rank >= first else who[:0]
-    queries = Queries(queries.users[mine], queries.targets[mine], queries.histories.take(mine))
+    own = users[users % (world.size - first) + first == world.rank] if world.rank >= first else users[:0]
+    queries = Queries(queries.users[own], queries.targets[own], queries.histories.take(own))
     return rank_targets(queries, corpus, TABLE, store_of(world), world.evaluate, normalise)
 
 
@@ -100,7 +100,7 @@ def on_ranks(size: int, function, *arguments) -> list:
 
 
 def joined(results: list[Ranked], skew: bool = False) -> list[int]:
-    """In the order of the users before they were dealt out."""
+    """Returns ranks in the order of the users before they were dealt out."""
     parts = [result.ranks.tolist() for result in results][1 if skew and len(results) > 1 else 0 :]
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
@@ -144,7 +144,7 @@ def test_there_are_ties() -> None:
 
 
 def test_by_hand() -> None:
-    """Rows 0 and 10 are equal, and user 0 is like them: item 0 comes first, 10 second; 26 is longer, not another."""
+    """Rows 0 and 10 are equal, and user 0 is like them: item 0 comes first, 10 second; row 26 is only longer."""
     store, user = store_of(World()), F.normalize(trained_rows()[:1], dim=1)
 
     def rank_of(target: int, history: list[int]) -> int:
@@ -179,7 +179,7 @@ def test_nothing_is_created() -> None:
 
 @pytest.mark.parametrize("dim", [1, 3, 64, 257])
 def test_products_are_exact(dim: int) -> None:
-    """In whatever order they are added. Fails with UNITS = 2^28."""
+    """Products do not depend on the order of addition. Fails with UNITS = 2^28."""
     generator = torch.Generator().manual_seed(dim)
     users = whole_users(torch.randn(9, dim, generator=generator) * torch.rand(9, 1, generator=generator).exp())
     rows = whole_cosine_rows(torch.randn(300, dim, generator=generator).abs() + 0.5)
@@ -249,6 +249,6 @@ def test_refusals_of_one_rank() -> None:
 
 
 def test_without_users_or_items() -> None:
-    nobody = Queries(torch.zeros(0, DIM), torch.tensor([], dtype=torch.int64), Jagged.from_lists([]))
+    empty = Queries(torch.zeros(0, DIM), torch.tensor([], dtype=torch.int64), Jagged.from_lists([]))
     for corpus in (NUM_ITEMS, 0, torch.tensor([], dtype=torch.int64)):
-        assert rank_targets(nobody, corpus, TABLE, store_of(World()), World().evaluate).ranks.tolist() == []
+        assert rank_targets(empty, corpus, TABLE, store_of(World()), World().evaluate).ranks.tolist() == []

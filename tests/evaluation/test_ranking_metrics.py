@@ -35,9 +35,9 @@ def test_order_does_not_matter() -> None:
     assert mrr(ranks) == mrr(ranks.sort().values)
 
 
-def test_nobody_is_nan() -> None:
-    nobody = torch.empty(0, dtype=torch.int64)
-    assert all(math.isnan(value) for value in (hit_rate(nobody, 5), ndcg(nobody, 5), mrr(nobody)))
+def test_no_users_is_nan() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    assert all(math.isnan(value) for value in (hit_rate(empty, 5), ndcg(empty, 5), mrr(empty)))
 
 
 def make_trainer(world: World, model_class=HSTU) -> nestpipe.Trainer:
@@ -58,7 +58,7 @@ def batches(world: World, position: int = 0) -> Batches:
 
 
 def slow_metrics(trainer: nestpipe.Trainer, num_batches: int, at: int) -> list[float]:
-    """For one rank: plain rows and scores, sorted for each user."""
+    """Computes metrics on one rank by sorting plain scores for each user."""
     keys, embedding = trainer.export_embedding("item")
     rows = dict(zip(keys.tolist(), torch.nn.functional.normalize(embedding.weight.double(), dim=1), strict=True))
     untrained = trainer.store.gather("item", torch.arange(NUM_ITEMS), rows_only=True).records.double()

@@ -21,7 +21,7 @@ UNSEEN = 10_000
 
 
 def train_and_save(world: World, path: Path) -> Tensor:
-    """Predictions for all of a batch, half of whose keys were never trained, by the trainer's own rows."""
+    """Returns predictions from the trainer's own rows, for a batch half of whose keys were never trained."""
     trainer = make_trainer(world)
     trainer.fit(batches(world), steps=4)
     trainer.save(path)

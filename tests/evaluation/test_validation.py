@@ -1,4 +1,4 @@
-"""Validation and early stopping: all ranks leave at the same step, and nothing of it is seen in the model.
+"""Validation and early stopping: all ranks leave at the same step, and the model is not affected.
 
 Fails, for example, if _is_stopped_by does not ask the other ranks, if Stages.untrained forgets a batch, or if
 Pipeline.__iter__ goes on after stop().
@@ -25,7 +25,7 @@ CASE = Case("adam", "shared", 2)
 
 
 class StopAt:
-    """Says stop at a step, on one rank only."""
+    """Stops at a step, on one rank only."""
 
     every = 2
 
@@ -38,7 +38,7 @@ class StopAt:
 
 
 def stop_and_go_on(world: World, schedule: str) -> tuple[str, str, int, list[int], int]:
-    """Digest after a stop at step 6 by the last rank, and after going on to the end of 11 batches."""
+    """Stops at step 6 by the last rank, then trains the rest of 11 batches. Returns digests and counts."""
     num_pulled = 0
 
     def reader() -> Iterator[Batch]:
@@ -85,7 +85,7 @@ def test_stop_at_the_last_step(schedule: str) -> None:
 
 
 def validate_while_training(world: World, schedule: str, values: list[float], path: Path | None = None):
-    """The numbers come from a list; but the evaluation is real, and flushes."""
+    """Takes the numbers from a list. The evaluation is real, and flushes."""
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     held_out = share_of(global_batches(13)[11:], world)
     numbers = iter(values)
@@ -101,7 +101,7 @@ def validate_while_training(world: World, schedule: str, values: list[float], pa
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("schedule", OUTER)
 def test_patience(schedule: str, size: int) -> None:
-    """Best at step 4; steps 6 and 8 are no better, equal is none. The digest is that of a run without validation."""
+    """Step 4 is best; steps 6 (equal) and 8 (nan) are not better. The digest is that of a run without validation."""
     values = [3.0, 2.0, 2.0, math.nan, 1.0]
     results = on_ranks(size, validate_while_training, schedule, values)
     for num_steps, digest, validations, best in results:
@@ -168,7 +168,7 @@ class SlowOnOneRank:
 
 
 def slow_validation(world: World) -> int:
-    """For three times as long as other ranks would wait for one that hangs."""
+    """Evaluates for three times as long as other ranks would wait for one that hangs."""
     world.watch.timeout_seconds = 1.0
     trainer = make_trainer(world, CASE)
     trainer.model.dense = lambda embeddings, inputs: torch.zeros(1)
@@ -199,7 +199,7 @@ def test_unknown_metric_on_all_ranks() -> None:
 
 
 def broken_reader(world: World, schedule: str) -> tuple[int, str, int]:
-    """Its error, pulled ahead when training is stopped, is raised by the next fit."""
+    """Stops training after the reader's error was pulled ahead. The next fit raises it."""
 
     def reader() -> Iterator[Batch]:
         yield from share_of(global_batches(7), world)

@@ -1,4 +1,4 @@
-"""Histories from a recipe to ranks: every schedule the same bits, losses that agree, and something is learned.
+"""Histories from a recipe to a ranking: all schedules give the same bits, losses agree, and the model learns.
 
 Fails, for example, if pipeline.stale is true by default, if evaluate divides by the number of samples instead of the
 weight, or if next_items gives each position its own item.
@@ -65,7 +65,7 @@ def test_every_schedule_on_one_rank_and_two(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["hstu", "fuxi"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_losses_of_training_and_of_evaluation_agree(kind: str, num_micro_batches: int) -> None:
-    """The same batch and the same rows, without dropout: just before it is trained on, and in that step."""
+    """Compares the loss of a batch, without dropout, just before it is trained on and in that step."""
     this_run = build(small(kind, f"pipeline.num_micro_batches={num_micro_batches}"), World())
     trainer = this_run.trainer
     trainer.fit(this_run.batches, 5)
@@ -75,7 +75,7 @@ def test_losses_of_training_and_of_evaluation_agree(kind: str, num_micro_batches
 
 
 def test_learns_what_users_do() -> None:
-    """In seconds, so not yet what the bigram knows: the bench is about that."""
+    """Trains for seconds, too few to reach the bigram; the benchmark measures that."""
     corpus = ("num_items=240", "num_interests=10", "interests_a_user=1", "num_groups=4", "skew=0.3")
     model = ("model.dim=32", "model.dim_qk=16", "model.dim_v=16", "model.num_negatives=16", "dense_optimizer.lr=0.01")
     length = ("train.steps=200", "train.batch_size=64", "evaluate.num_samples=500")

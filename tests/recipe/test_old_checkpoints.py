@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions load and evaluate: the numbers that the run which saved them printed.
+"""Checkpoints of earlier versions load, and evaluate to the numbers that their runs printed.
 
 Fails, for example, if read_all does not know format 1, or if a retired key of the saved recipe is refused.
 """
@@ -37,7 +37,7 @@ def test_evaluates(name: str) -> None:
 
 
 def load_and_go_on(world: World, path: Path, target: Path) -> tuple[str, str, str]:
-    """The digest after loading; after two more steps; and of the same after a save and a load of this version."""
+    """Returns digests after loading, after two more steps, and after a save, a load and the same two steps."""
     trainer = make_trainer(world, CASE)
     trainer.load(path)
     loaded = trainer.digest()

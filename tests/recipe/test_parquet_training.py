@@ -1,4 +1,4 @@
-"""Training on Parquet files of one's own: by the recipe, the same bits in every schedule, going on, bad rows.
+"""Training by a recipe on Parquet files of a user: equal bits in every schedule, resuming, bad rows.
 
 Fails, for example, if run() goes on at a position counted in batches, or if training_files leaves out the seed.
 """
@@ -92,7 +92,10 @@ def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 
 def test_goes_on_with_another_order(folder: Path, tmp_path: Path) -> None:
-    """Refused; with another batch size it goes on behind the last sample. Fails if run multiplies num_steps by it."""
+    """Another order is refused. Another batch size goes on after the last sample.
+
+    Fails if run multiplies num_steps by the batch size.
+    """
 
     def trained(steps: int, batch_size: int, *lines: str, **data: int) -> Summary:
         config = recipe(folder, "[checkpoint]", *lines, batch_size=batch_size)
@@ -112,7 +115,7 @@ def test_goes_on_with_another_order(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_data_ends(folder: Path) -> None:
-    """2 epochs of 300 rows in batches of 32: 18 whole ones and a rest."""
+    """2 epochs of 300 rows are 18 whole batches of 32 and a rest."""
     summary = run(recipe(folder, data="num_epochs = 2", batch_size=32), World())
     assert summary["steps"] == 12
     config = recipe(folder, data="num_epochs = 1", batch_size=32)
@@ -121,7 +124,7 @@ def test_the_data_ends(folder: Path) -> None:
 
 
 def test_weights(folder: Path) -> None:
-    """dense_2 as weights: another loss, and other rows."""
+    """Weights from dense_2 change the loss, and with it the rows."""
     weighted, plain = (run(recipe(folder, schema=schema), World()) for schema in ('weight = "dense_2"', ""))
     assert weighted["digest"] != plain["digest"]
 

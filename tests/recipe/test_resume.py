@@ -1,4 +1,4 @@
-"""The same command again goes on; what may differ, what may not, and how a new run is begun.
+"""The same command resumes a run: what may differ, what may not, and how to begin a new run.
 
 Fails, for example, if open_folders returns None where there is a checkpoint, if _FREE_SECTIONS has 'model', or if
 _resume does not load the state of the data or of the validation.
@@ -23,7 +23,7 @@ def run_small(*settings: str, recipe: Path | None = None, fresh: bool = False) -
 
 
 def test_the_same_command_again(tmp_path: Path) -> None:
-    """A longer run goes on, a finished one trains nothing, a shorter one replaces nothing; files of a user stay."""
+    """A longer run goes on, a finished one trains nothing, a shorter one replaces nothing; a user's files stay."""
     folder = tmp_path / "out"
     saved, best = f"checkpoint.dir={folder}", f"checkpoint.best={folder / 'best'}"
     first = run_small(saved, best, "train.steps=4", "evaluate.every=4")
@@ -73,7 +73,7 @@ def test_other_differences_are_refused(setting: str, text: str, tmp_path: Path) 
 
 
 def test_limits_may_be_raised(tmp_path: Path) -> None:
-    """What an error message says to raise. Other keys of a table are refused."""
+    """Limits that an error message tells the user to raise may differ. Other keys of a table may not."""
     recipe, folder = tmp_path / "recipe.toml", f"checkpoint.dir={tmp_path / 'out'}"
     table = "[[tables]]\nname = 'c10'\n"
     recipe.write_text(f"{table}max_rows = 40\n")
@@ -118,7 +118,7 @@ def test_fresh_moves_nothing_for_a_recipe_that_cannot_be_run(tmp_path: Path) -> 
 def test_folders_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     for key in ("dir", "best"):
-        with pytest.raises(CheckpointError, match=r"is no folder of checkpoints: it holds thesis.txt"):
+        with pytest.raises(CheckpointError, match=r"is not a folder of checkpoints: it holds thesis.txt"):
             run_small(f"checkpoint.{key}={tmp_path}", "train.steps=100000", "evaluate.every=1")
     run_small(f"checkpoint.dir={tmp_path}/run", "train.steps=1")
     with pytest.raises(CheckpointError, match="is to hold the best model of a run, but it holds the checkpoints of a"):
@@ -129,7 +129,7 @@ def test_folders_are_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_validation_goes_on(tmp_path: Path) -> None:
-    """Stopped after the third evaluation in one go, and in two runs; resumed, a stopped run trains nothing."""
+    """Two runs together stop after the third evaluation. A stopped run trains nothing when resumed."""
     stops = ("evaluate.every=2", "evaluate.metric=num_samples", "evaluate.patience=2")
     folder = f"checkpoint.dir={tmp_path / 'out'}"
     run_small(folder, *stops, "train.steps=5")
@@ -142,12 +142,12 @@ def test_validation_goes_on(tmp_path: Path) -> None:
 
 
 def test_threads_of_another_machine(tmp_path: Path) -> None:
-    """A run that did not say its threads keeps those it began with: bits depend on them."""
+    """A run without a setting for threads keeps the number it began with: bits depend on it."""
     run_small(f"checkpoint.dir={tmp_path}", "train.steps=1")
     config = load_config(None, (*SMALL, f"checkpoint.dir={tmp_path}", "train.steps=2"))
     adopted = with_saved_machine_keys(config, fresh=False).resolved(1, cores=64)
     assert (adopted.runtime.dense_threads, adopted.store.num_threads) == (1, 1)
     assert run(adopted, World())["resumed_from_step"] == 1
     assert with_saved_machine_keys(config, fresh=True) == config
-    said = replace(config, runtime=replace(config.runtime, dense_threads=2))
-    assert with_saved_machine_keys(said, fresh=False).runtime.dense_threads == 2
+    explicit = replace(config, runtime=replace(config.runtime, dense_threads=2))
+    assert with_saved_machine_keys(explicit, fresh=False).runtime.dense_threads == 2

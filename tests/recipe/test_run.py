@@ -1,4 +1,4 @@
-"""Evaluations while a recipe is trained: when, on what, and when they end it.
+"""Evaluations while a recipe is trained: when they run, on which samples, and when they stop the training.
 
 Fails, for example, if _train goes on with the next part after a stop, or if _evaluate does not begin at the first
 held-out sample each time.
@@ -24,7 +24,7 @@ def run_small(*settings: str) -> Summary:
 
 
 def test_what_no_longer_improves_is_stopped(tmp_path: Path) -> None:
-    """The number of samples is the same each time; the stop falls on the end of a part between two checkpoints."""
+    """The metric, the number of samples, never improves. The stop falls on the end of a part between checkpoints."""
     stops = ("train.steps=20", "evaluate.every=2", "evaluate.metric=num_samples", "evaluate.patience=2")
     saves = (f"checkpoint.dir={tmp_path / 'save'}", "checkpoint.every=3", f"checkpoint.best={tmp_path / 'best'}")
     stopped = run_small(*stops, *saves)
@@ -45,7 +45,7 @@ def test_the_last_evaluation_is_that_of_the_end() -> None:
 
 
 def test_the_report_has_the_memory_formula_and_the_peak() -> None:
-    """Terms add up. Without a budget nothing is said."""
+    """Terms add up. Without a budget there is no report."""
     wide = ("model.dim=32", "train.batch_size=100")
     summary = run_small(*wide, "train.steps=6", "memory.device_budget_bytes=1000000000")
     memory = summary["device_memory"]

@@ -1,4 +1,4 @@
-"""The file of a trace: which steps it is asked for, and what it says of them."""
+"""The trace file: the steps that a user asks for, and the content of the file."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ from nestpipe.recipe.trace_file import parse_steps, write_trace
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:", ":5", "5:5", "6:5", "-1:5", "a:b", "1:2:3"])
-def test_steps_that_are_none(text: str) -> None:
-    """Fails if parse_steps takes an empty range."""
+def test_steps_that_are_refused(text: str) -> None:
+    """Fails if parse_steps accepts an empty range."""
     with pytest.raises(ValueError, match="must be A:B with A < B; 100:200 are steps 100 to 199"):
         parse_steps(text)
     assert parse_steps("5:7") == range(5, 7)
@@ -30,7 +30,7 @@ def test_wrong_options(tmp_path: Path) -> None:
         assert text in " ".join(result.output.split())
 
 
-def test_an_empty_trace_is_said(tmp_path: Path) -> None:
+def test_an_empty_trace_warns(tmp_path: Path) -> None:
     """Fails if write_trace does not warn: a file without spans looks like a fault."""
     with pytest.warns(UserWarning, match="the trace is empty: steps 50 to 59 were not trained"):
         write_trace([], World(), tmp_path / "t.json", range(50, 60))

@@ -1,4 +1,4 @@
-"""Save and load: an exact continuation, and a failure that leaves what was there.
+"""Saving and loading: an exact continuation, and failures that keep the older checkpoint.
 
 Fails, for example, if save writes rows without their state (export columns [:, :dim]), or if publish removes the older
 checkpoints before the rename.
@@ -21,7 +21,7 @@ CASE = Case("adam", "shared", 2, steps=8)
 
 
 def continue_from(world: World, path: Path) -> tuple[str, str]:
-    """Digest of eight steps in one go; of four, a save, a load into a new trainer, and four more."""
+    """Returns digests of eight steps in one go, and of four, a save, a load into a new trainer, and four more."""
     batches = share_of(global_batches(CASE.steps), world)
     whole = make_trainer(world, CASE)
     whole.fit(batches)
@@ -29,7 +29,7 @@ def continue_from(world: World, path: Path) -> tuple[str, str]:
     first.fit(batches[:2])
     first.save(path)
     first.fit(batches[2:4])
-    first.save(path)  # over the one that is there
+    first.save(path)  # replaces the first one
     second = make_trainer(world, CASE)
     second.load(path)
     second.fit(batches[4:])
@@ -45,7 +45,7 @@ def test_continues_exactly(size: int, tmp_path: Path) -> None:
 
 
 def failed_save(world: World, path: Path) -> tuple[str, bool]:
-    """The disk is full when the last rank writes: what every rank raised, and whether the old save is good."""
+    """Returns the error when the disk is full as the last rank writes, and whether the old save still loads."""
     trainer = make_trainer(world, CASE)
     batches = share_of(global_batches(CASE.steps), world)
     trainer.fit(batches[:2])
@@ -114,7 +114,7 @@ def edit_manifest(path: Path, **values: object) -> None:
         (truncate, "rank0.pt is damaged or of another save"),
         (lambda path: (path / "dense.pt").write_bytes(b"something else"), "dense.pt is damaged"),
         (lambda path: (path / "rank0.pt").unlink(), "No such file"),
-        (lambda path: (path / "manifest.json").unlink(), "is no complete checkpoint"),
+        (lambda path: (path / "manifest.json").unlink(), "is not a complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
         (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 here"),
@@ -139,7 +139,7 @@ def save_where_nothing_can_be_written(world: World) -> tuple[str, str, int]:
     batches = share_of(global_batches(2), world)
     trainer.fit(batches[:1])
     try:
-        trainer.save("/proc/nestpipe")  # for root, too, a place where no folder can be made
+        trainer.save("/proc/nestpipe")  # no folder can be made there, not even by root
         raised: Exception = AssertionError("nothing was raised")
     except Exception as error:
         raised = error
@@ -149,8 +149,8 @@ def save_where_nothing_can_be_written(world: World) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_disk_that_cannot_be_written(size: int) -> None:
-    here = save_where_nothing_can_be_written
-    for name, text, num_steps in [here(World())] if size == 1 else run_ranks(size, here):
+    save = save_where_nothing_can_be_written
+    for name, text, num_steps in [save(World())] if size == 1 else run_ranks(size, save):
         assert name == CheckpointError.__name__
         assert "saving to /proc/nestpipe failed: rank 0: " in text
         assert num_steps == 2

@@ -80,21 +80,21 @@ def sums(path: Path) -> dict[str, str]:
 
 
 def test_no_memory_but_the_rows(tmp_path: Path) -> None:
-    """Version 0.1 saved room for 1,024 rows more and an eighth, with whatever the memory held."""
+    """Version 0.1 also saved spare capacity, 1,024 rows and an eighth, with arbitrary memory contents."""
     trainer = make()
     trainer.fit([batch(*range(5000))])
     contents = []
     for name in ("one", "two"):
         trainer.save(tmp_path / name)
         contents.append(sums(find_checkpoint(tmp_path / name)))
-        torch.full((100_000,), 7.0)  # memory that is free again, for the next save to find
+        torch.full((100_000,), 7.0)  # freed memory, which the next save may reuse
     assert contents[0] == contents[1]
     num_bytes = (find_checkpoint(tmp_path / "one") / "rank0.pt").stat().st_size
     assert num_bytes < 5000 * (8 + 8 + 2 * 4 * 4) + 4096
 
 
 class NumpyOptimizer(torch.optim.SGD):
-    """Keeps a number as NumPy has it."""
+    """Keeps a NumPy number in its state."""
 
     def step(self, closure=None) -> None:
         super().step(closure)
@@ -130,7 +130,7 @@ def test_what_could_not_be_loaded(tmp_path: Path) -> None:
 
 
 def test_max_rows_may_change(tmp_path: Path) -> None:
-    """What the message of a full table says to do."""
+    """The message of a full table tells the user to raise max_rows."""
     trainer = make(max_rows=3)
     trainer.fit([batch(1, 2, 3)])
     trainer.save(tmp_path)
@@ -156,7 +156,7 @@ def test_max_rows_may_change(tmp_path: Path) -> None:
     ],
 )
 def test_refused_and_left_as_it_was(other, text: str, tmp_path: Path) -> None:
-    """In version 0.1 the first three loaded; the fifth had taken over the buffer before it failed."""
+    """In version 0.1 the first three loaded, and the fifth had replaced the buffer before it failed."""
     saved = make()
     saved.fit([batch(1, 2)] * 3)
     saved.save(tmp_path)
@@ -174,7 +174,7 @@ def refuse_what_was_saved(state: object) -> None:
 
 
 def one_rank_refuses(world: World, path: Path) -> tuple[str, bool]:
-    """Rank 1's model refuses what it is given, after rank 0's has taken it over."""
+    """Loads a state that rank 1's model refuses after rank 0's has accepted it."""
     saved = make(world, extra="saved")
     saved.fit([batch(1, 2, rank=world.rank)])
     saved.save(path)
@@ -198,7 +198,7 @@ def test_no_rank_keeps_what_another_refused(tmp_path: Path) -> None:
 
 
 def keep_what_differs(world: World, path: Path) -> tuple[float, float, object, str, str]:
-    """Buffers that count what each rank has seen, and extra state; and the digests of both trainers."""
+    """Returns a buffer saved and loaded, loaded extra state, and the digests of both trainers."""
     trainer = make(world, extra={"names": ["a"], "weights": torch.ones(2), "rank": world.rank})
     trainer.model.extra["rank"] = 0  # ranks must start alike
     trainer.fit([batch(1, 2, rank=world.rank)] * 3)
@@ -231,7 +231,7 @@ def test_what_differs_by_rank(size: int, tmp_path: Path) -> None:
 
 
 def save_on_a_small_disk(world: World, path: Path) -> tuple[int, str]:
-    """On a disk of 256 KB, mounted for this process alone: what the second save says, and which one is then there."""
+    """Saves twice on a disk of 256 KB, mounted for this process only. Returns the step that loads, and the error."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWNS) == 0
     assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
@@ -252,7 +252,7 @@ def save_on_a_small_disk(world: World, path: Path) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk, which needs root; runs in CI")
 def test_full_disk(tmp_path: Path) -> None:
-    """Fails if `write` raises what torch says: unexpected pos."""
+    """Fails if `write` raises torch's own error, 'unexpected pos'."""
     ((num_steps, message),) = run_ranks(1, save_on_a_small_disk, tmp_path)
     assert f"no space left on the disk: '{tmp_path}/save/step-00000002.partial/rank0.pt'" in message
     assert num_steps == 1

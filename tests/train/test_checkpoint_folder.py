@@ -1,4 +1,4 @@
-"""A folder of checkpoints: nothing that is not ours is touched, and at every moment a complete checkpoint has its name.
+"""A folder of checkpoints: foreign files are never touched, and a complete checkpoint is visible at every moment.
 
 Fails, for example, if claim does not look for a marker, if publish removes older checkpoints before the rename, or if
 _refuse_newer does not compare steps.
@@ -32,17 +32,17 @@ def content(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["thesis.txt", "manifest.json", "step-00000001/notes.txt", "best/rank0.pt"])
 def test_a_folder_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
-    """Version 0.1 deleted it."""
+    """Version 0.1 deleted its content."""
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
     file.write_text("{}")
-    with pytest.raises(CheckpointError, match="is not empty and is no folder of checkpoints: it holds"):
+    with pytest.raises(CheckpointError, match="is not empty and is not a folder of checkpoints: it holds"):
         trained(1).save(tmp_path / "out")
     assert content(tmp_path) == {f"out/{name}": b"{}"}
 
 
 def test_what_a_user_puts_there_stays(tmp_path: Path) -> None:
-    """In the folder, in a checkpoint, and in one that is being written; and the best model may be inside."""
+    """Files stay in the folder, in a checkpoint and in a partial one. The best model may be in the folder, too."""
     trainer = trained(1)
     trainer.save(tmp_path)
     trainer.save(tmp_path / "best")
@@ -91,9 +91,9 @@ CALLS = ("os.fsync", "os.rename", "os.replace", "os.unlink", "os.rmdir", "os.mkd
 
 
 def die_at(number: int, trainer: Trainer, path: Path) -> None:
-    """Saves, and is killed just before the number-th call that changes a name on disk or syncs it.
+    """Saves, and kills the process just before the number-th call that changes a name on disk or syncs it.
 
-    In a forked process, which must not compute: torch's threads are not there.
+    It runs in a forked process, which must not compute because it lacks torch's threads.
     """
     left = number
     originals = {name: getattr(os, name.removeprefix("os.")) for name in CALLS}
@@ -115,7 +115,7 @@ def die_at(number: int, trainer: Trainer, path: Path) -> None:
 
 @pytest.mark.parametrize("has_old", [True, False])
 def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
-    """Before each call that changes the folder: the old checkpoint is there, or the new one; then a save works again.
+    """Killed before any call that changes the folder, the old or the new checkpoint loads, and a save works again.
 
     Fails if publish removes older ones first, or if _foreign refuses a marker that was only half written.
     """
@@ -135,13 +135,13 @@ def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
             finally:
                 os._exit(code)
         was_killed = os.waitpid(child, 0)[1] != 0
-        found = make_trainer(World(), CASE)
+        survivor = make_trainer(World(), CASE)
         if folder.checkpoints(path):
-            found.load(path)
-            assert found.digest() == digests[found.num_steps]
-        endings.add(found.num_steps)
-        found.fit(global_batches(3 - found.num_steps))
-        found.save(path)
+            survivor.load(path)
+            assert survivor.digest() == digests[survivor.num_steps]
+        endings.add(survivor.num_steps)
+        survivor.fit(global_batches(3 - survivor.num_steps))
+        survivor.save(path)
         assert {child.name for child in path.iterdir()} == {MARKER, "step-00000003"}
         if not was_killed:
             break
@@ -150,7 +150,7 @@ def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
 
 
 def test_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if `write` or `publish` does not sync, or after the rename, or if a new folder's parent is not synced."""
+    """Fails if `write` or `publish` does not sync before the rename, or if a new folder's parent is not synced."""
     trainer, calls = trained(1), []
     fsync, rename = os.fsync, os.rename
 
@@ -173,7 +173,7 @@ def test_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_names_that_a_user_may_choose(tmp_path: Path) -> None:
-    """Files, folders, copies and links of a user's own are no checkpoints of ours, and are in nobody's way."""
+    """Files, folders, copies and links that a user made are not taken for checkpoints, and do not disturb a save."""
     path, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     trainer = trained(2)
     trainer.save(path)
@@ -185,7 +185,7 @@ def test_names_that_a_user_may_choose(tmp_path: Path) -> None:
     (path / "step-00000300").mkdir()
     (path / "step-00000300" / "rank0.pt").write_text("mine")
     (path / "step-00000003.partial").mkdir()
-    (path / "step-00000003.partial" / ".nfs0001").write_text("somebody's")
+    (path / "step-00000003.partial" / ".nfs0001").write_text("of the file system")
     shutil.copytree(path / "step-00000002", path / "step-00000002.1")
     before = content(path)
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_names_that_a_user_may_choose(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:
-    """The best model of one run must not take the place of another run's checkpoints, nor the other way round."""
+    """The best model of one run must not replace another run's checkpoints, nor the other way round."""
     trainer = trained(1)
     folder.claim(tmp_path / "run", folder.RUN)
     folder.claim(tmp_path / "best", folder.BEST)
@@ -212,9 +212,11 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     folder.claim(tmp_path / "best", folder.BEST)
 
 
-def test_a_checkpoint_of_01_beside_a_newer_one(tmp_path: Path) -> None:
-    """Killed between the first new checkpoint and the removal of the old one. Fails if find_checkpoint looks for a
-    manifest first."""
+def test_a_checkpoint_of_01_next_to_a_newer_one(tmp_path: Path) -> None:
+    """A run may be killed after its first new checkpoint, before the old one is removed.
+
+    Fails if find_checkpoint looks for a manifest first.
+    """
     trained(2).save(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1, "checksums": {}, "num_steps": 1}')
     assert find_checkpoint(tmp_path) == newest_checkpoint(tmp_path)[0] == tmp_path / "step-00000002"
@@ -227,8 +229,8 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "other" / newer.name).rename(newer)
     file = newer / "rank0.pt"
     file.write_bytes(file.read_bytes()[:-1])
-    found, problems = newest_checkpoint(tmp_path)
-    assert found == tmp_path / "step-00000001"
+    newest, problems = newest_checkpoint(tmp_path)
+    assert newest == tmp_path / "step-00000001"
     assert len(problems) == 1
     assert "rank0.pt has" in problems[0]
     (tmp_path / "step-00000001" / "dense.pt").unlink()
@@ -247,5 +249,5 @@ def test_moved_away(tmp_path: Path) -> None:
     assert folder.move_away(path) is None
     path.mkdir()
     (path / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="no folder of checkpoints"):
+    with pytest.raises(CheckpointError, match="not a folder of checkpoints"):
         folder.move_away(path)

@@ -1,4 +1,4 @@
-"""Trainer.data_state is where the data goes on after what was trained, however far the pipeline has read ahead.
+"""Trainer.data_state is the position after the trained batches, however far the pipeline has read ahead.
 
 Fails, for example, if BatchSource.advance_to counts batches that were only pulled, or if `fit` does not call it before
 the callbacks.
@@ -49,7 +49,7 @@ class Positions:
 
 
 def save_and_go_on(world: World, schedule: str, path: Path) -> tuple[list[tuple[int, int]], str, str]:
-    """What callbacks see; the digest of a run that goes on from the last save; and that of one in one go."""
+    """Returns positions that callbacks see, the digest of a run resumed from the last save, and that of a whole run."""
     positions = Positions(path)
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     trainer.fit(batches_of(world), callbacks=[positions])
@@ -65,20 +65,20 @@ def save_and_go_on(world: World, schedule: str, path: Path) -> tuple[list[tuple[
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_position_is_what_was_trained(schedule: str, size: int, tmp_path: Path) -> None:
-    """In version 0.1 the state was ahead by up to three batches, and save left it out."""
+    """In version 0.1 the state was up to three batches ahead, and save left it out."""
     for seen, continued, whole in on_ranks(size, save_and_go_on, schedule, tmp_path):
         assert seen == [(steps, steps * GLOBAL_BATCH) for steps in (2, 4, 6)]
         assert continued == whole
 
 
 def test_ranks_with_a_state_each(tmp_path: Path) -> None:
-    """Rank 1 has fewer batches. Fails if advance_to goes on where a rank has no data left."""
+    """Rank 1 has fewer batches. Fails if advance_to advances where a rank has no data left."""
     for rank, states in enumerate(on_ranks(2, own_states, tmp_path)):
         assert states[0] == states[1] == {"read": 3 - rank, "rank": rank}
 
 
 class Counted:
-    """Data of a user's own, whose state differs by rank; its iterator is another object."""
+    """Data of a user, whose state differs by rank and whose iterator is another object."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -107,7 +107,7 @@ def own_states(world: World, path: Path) -> tuple[object, object]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_batch_that_failed_is_passed_over(schedule: str) -> None:
-    """It does not come again, so the state is after it."""
+    """A failed batch is not retried, so the state is after it."""
     trainer = make_trainer(World(), replace(CASE, schedule=schedule))
     trainer.check_split, batches, forward = False, batches_of(World()), trainer.model.forward
 
@@ -136,7 +136,7 @@ def test_data_without_a_state(tmp_path: Path) -> None:
 
 
 class Weighted(Iterator[Batch]):
-    """Batches of which some weigh nothing; its state is one dict, which it goes on changing."""
+    """Batches, some of weight 0. The state is one dict, which keeps changing."""
 
     def __init__(self, weightless: tuple[int, ...]) -> None:
         self.batches = global_batches(8)

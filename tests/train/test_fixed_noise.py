@@ -1,4 +1,4 @@
-"""What no comparison of two forwards may see: dropout and other noise, wherever the model gets it from.
+"""Dropout and other noise must not affect a comparison of two forwards, wherever the model gets it from.
 
 Fails, for example, if FIXED has no "bernoulli", if seed_alike does nothing, or if fixed_noise does not restore
 the generators.
@@ -19,7 +19,7 @@ WIDTH = 8
 
 
 class DropPath(nn.Module):
-    """A user's own noise, for each sample."""
+    """Noise that a user draws for each sample."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.new_empty(len(x), 1, 1).bernoulli_(0.7) if self.training else x
@@ -36,7 +36,7 @@ class LayerDrop(nn.Module):
 
 
 class Called(nn.Module):
-    """Calls a function with what its training mode is."""
+    """Calls a function with the input and the training mode."""
 
     def __init__(self, function) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_noise_does_not_count_and_leaves_generators_alone(name: str) -> None:
     module = NOISY[name]().train()
     x = torch.randn(6, 5, WIDTH)
     with torch.no_grad():
-        assert not torch.equal(module(x), module(x)) or name == "layer drop"  # it is there without the mode
+        assert not torch.equal(module(x), module(x)) or name == "layer drop"  # there is noise without the mode
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
     whole, parts = results(module, x)
     torch.testing.assert_close(whole, parts, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""A step that ends between the dense optimizer and the rows is neither trained on nor saved.
+"""After a step that ends between the dense optimizer and the rows, training and saving are refused.
 
 Fails, for example, if _train does not set is_partially_updated when it is left by an exception.
 """
@@ -18,7 +18,7 @@ CASE = Case("adam", "shared", 2)
 
 
 class EndsAt(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule that has an end, and whoever goes past it hears of it."""
+    """A schedule that raises after its last step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, end: int) -> None:
         self.end = end
@@ -36,7 +36,7 @@ def past_the_end_of_a_schedule(trainer, monkeypatch: pytest.MonkeyPatch) -> type
 
 
 def interrupted(trainer, monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    """Ctrl-C, just when the dense optimizer has stepped."""
+    """Presses Ctrl-C just after the dense optimizer has stepped."""
     original = Step.update_rows
 
     def update_rows(step: Step, scale: float) -> None:
@@ -49,7 +49,7 @@ def interrupted(trainer, monkeypatch: pytest.MonkeyPatch) -> type[BaseException]
 
 
 def interrupted_afterwards(trainer, monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    """Ctrl-C, when rows and dense parameters both have the step."""
+    """Presses Ctrl-C when rows and dense parameters both have the step."""
     original = Step.update_rows
 
     def update_rows(step: Step, scale: float) -> None:

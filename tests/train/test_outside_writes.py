@@ -1,4 +1,4 @@
-"""What users write while rows are being trained: refused, or without effect, whatever the schedule."""
+"""Writes by users while rows are being trained are refused, or have no effect, in every schedule."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_a_store_has_one_writer(make: type[HostStore] | type[DictStore]) -> None
 
 
 def nested_fit(world: World, schedule: str) -> list[str]:
-    """What a fit within fit says, in a callback and in after_step."""
+    """Returns the errors of a fit within fit, in a callback and in after_step."""
     messages = []
     for place in ("callbacks", "after_step"):
         trainer = make_trainer(world, replace(CASE, schedule=schedule))
@@ -173,7 +173,7 @@ class Refilled:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_reader_may_fill_its_tensors_again(num_micro_batches: int) -> None:
-    """Also where batches that were pulled are given back, because a callback stopped the training.
+    """Also if a callback stops the training, and batches that were pulled are given back.
 
     Fails if BatchSource does not copy what it reads, or Batch.clone forgets offsets, weights, inputs or the weight.
     """

@@ -1,6 +1,6 @@
 """Dense gradients over ranks: buckets in one order, begun during the last backward, completed when a step is left.
 
-Fails if _mark begins a bucket before those before it, if the first bucket waits for finish, or if `complete` does
+Fails if _mark_ready begins a bucket before those before it, if the first bucket waits for finish, or if `complete` does
 nothing.
 """
 
@@ -19,7 +19,7 @@ def layers() -> nn.Sequential:
 
 
 def begun_in_backward(world: World) -> tuple[list[int], list[float], list[float]]:
-    """How many buckets had begun when the backward came to each layer, last layer first; the sums; those expected."""
+    """Returns the buckets begun when the backward reached each layer, last layer first; the sums; the expected sums."""
     model = layers()
     reducer = DenseReducer(model, world, bucket_bytes=200)  # a layer has 128 + 32 bytes
     begun: list[int] = []
@@ -50,7 +50,7 @@ def test_buckets_begin_while_the_backward_runs() -> None:
 
 
 def same_bits(world: World) -> list[list[list[float]]]:
-    """With and without overlap, where ranks differ in what they use; rank 1 has no backward at all."""
+    """Returns gradients without and with overlap. Ranks use different layers; rank 1 has no backward at all."""
     results = []
     for overlaps in (False, True):
         model = layers()
@@ -92,7 +92,7 @@ def test_a_second_backward_is_refused() -> None:
 
 
 def leave_somewhere(world: World, schedule: str) -> list[float]:
-    """The losses of a run, after another one whose first step the ranks have left at different micro-batches."""
+    """Returns the losses of a run, after one whose first step the ranks left at different micro-batches."""
     case = Case("adagrad", "shared", 4, steps=4, schedule=schedule)
     batches = share_of(global_batches(case.steps), world)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
@@ -128,12 +128,12 @@ def test_ranks_may_leave_a_step_at_different_micro_batches(schedule: str) -> Non
 
 
 def unfreeze(world: World) -> tuple[list[float], list[float]]:
-    """Gradients of a layer that was frozen when the reducer was made, then of one that was frozen later."""
+    """Returns gradients of a layer that was frozen when the reducer was made, then of one that was frozen later."""
     model = layers()
     model[0].requires_grad_(False)
     reducer = DenseReducer(model, world, bucket_bytes=200)
     x = torch.full((3, 4), world.rank + 1.0, dtype=torch.float64)
-    found = []
+    gradients = []
     for layer in (0, 5):
         model.requires_grad_(True)
         model[5 - layer].requires_grad_(False)
@@ -141,18 +141,18 @@ def unfreeze(world: World) -> tuple[list[float], list[float]]:
         with reducer.overlap(True):
             model(x).sum().backward()
         reducer.finish()
-        found.append(model[layer].weight.grad.flatten().tolist())
-    return found[0], found[1]
+        gradients.append(model[layer].weight.grad.flatten().tolist())
+    return gradients[0], gradients[1]
 
 
 def test_parameters_may_be_frozen_and_unfrozen() -> None:
-    """Fails if the parameters are those of the time when the reducer was made: ranks would differ."""
+    """Fails if the reducer keeps the parameters that it was made with: ranks would differ."""
     first, second = on_ranks(2, unfreeze)
     assert first == second
 
 
 def left_with_another_reducer(world: World) -> list[float]:
-    """Rank 0 still has an old reducer of this world, rank 1 has not."""
+    """Keeps an old reducer of this world alive on rank 0 only."""
     old = DenseReducer(nn.Linear(2, 2), world)
     if world.rank == 1:
         del old

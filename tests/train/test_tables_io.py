@@ -1,4 +1,4 @@
-"""Rows out to nn.Embedding and in from elsewhere.
+"""Exports rows to nn.Embedding, and imports pretrained rows.
 
 Fails, for example, if export_embedding returns the rows of its own rank, or import_rows keeps the state a row had.
 """
@@ -25,8 +25,7 @@ def export(world: World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_all_ranks_get_all_rows() -> None:
-    (alone,) = [export(World())]
-    keys, rows, all_keys, bounded = alone
+    keys, rows, all_keys, bounded = export(World())
     assert torch.equal(keys, keys.sort().values)
     assert len(keys) > 20
     assert torch.equal(all_keys, torch.arange(60))
@@ -47,7 +46,7 @@ def test_a_key_never_trained_is_exported_with_its_initial_row() -> None:
 
 
 def import_and_digest(world: World) -> tuple[str, str, int]:
-    """A trainer that imports what another one learnt has its rows, with a fresh state."""
+    """Imports the rows that another trainer learnt, with initial row state."""
     first = make_trainer(world, CASE)
     first.fit(share_of(global_batches(CASE.steps), world))
     keys, embedding = first.export_embedding(OPEN)
@@ -68,7 +67,7 @@ def test_import() -> None:
 
 
 def test_a_frozen_table_keeps_imported_rows() -> None:
-    """Fails if write_back does not pass frozen tables over."""
+    """Fails if write_back does not skip frozen tables."""
     table = nestpipe.Table("word", 2, frozen=True)
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 

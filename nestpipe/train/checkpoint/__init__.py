@@ -1,4 +1,4 @@
-"""Saving and loading a Trainer: complete, checked, and never half there."""
+"""Saves and loads a Trainer. A checkpoint is complete and checked, or it does not appear at all."""
 
 from nestpipe.train.checkpoint.content import Loaded, agree, load, read_recipe, read_whole, save
 from nestpipe.train.checkpoint.folder import (

@@ -1,7 +1,7 @@
-"""What a checkpoint holds, and how a Trainer is saved and loaded: everything is checked, then everything is changed.
+"""Saves and loads a Trainer. A load checks everything before it changes anything.
 
 A checkpoint is a folder: `rank<r>.pt` with the rows each rank owns, `dense.pt` with the model and its optimizer, and
-`manifest.json` with what must agree for an exact continuation and a checksum of each file.
+`manifest.json` with the settings that must agree for an exact continuation and a checksum of each file.
 """
 
 import copy
@@ -30,15 +30,15 @@ FORMAT = 2
 
 
 def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: bool) -> None:
-    """All ranks call it, with a folder that all of them see."""
+    """Writes a checkpoint. All ranks call it, with a folder that all of them see."""
     world, path = trainer.world, path.resolve()
     what = f"saving to {path}"
     state: dict[str, Any] = {}
 
     def collect() -> str:
-        """Before anything is written: what could not be loaded again is refused here."""
+        """Refuses what could not be loaded again, before anything is written."""
         state["dense"] = plain({**_dense_state(trainer), "extra": extra}, "the saved state")
-        state["own"] = plain(_state_beside_parameters(trainer.model), "the model's state")
+        state["own"] = plain(_buffers_and_extra_state(trainer.model), "the model's state")
         state["data"] = plain(trainer.data_state(), "the state of the data")
         return content_digest(state["own"])
 
@@ -87,17 +87,17 @@ def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beyond the dense part, which is in the trainer's model and optimizer already."""
+    """Content of a checkpoint without the dense part, which is already in the trainer's model and optimizer."""
 
     store: HostStore
     num_steps: int
     data_state: Mapping[str, Any] | None
-    """where the data goes on, on this rank; None if the data had no state"""
+    """Where the data continues on this rank; None if the data had no state."""
     extra: dict[str, Any]
 
 
 def load(trainer: "Trainer", path: Path) -> Loaded:
-    """All ranks call it. The dense part is set on every rank or on none; nothing else of the trainer is touched."""
+    """Loads a checkpoint. All ranks call it. It sets the trainer's dense part only, on every rank or on none."""
     world = trainer.world
     loaded: dict[str, Any] = {}
 
@@ -112,7 +112,7 @@ def load(trainer: "Trainer", path: Path) -> Loaded:
         check_tables(manifest, trainer.tables, trainer.seed)
         dense = read(checkpoint, "dense.pt", manifest)
         own = read(checkpoint, f"rank{world.rank}.pt", manifest)
-        if manifest["format"] == 1:  # which had the rows alone in this file, and one state of the data for all ranks
+        if manifest["format"] == 1:  # this file has rows only; the manifest has the data state
             own = {"rows": own, "data": manifest.get("data")}
         dense["model"].update(own.get("model", {}))
         check_dense(manifest, dense, trainer)
@@ -129,27 +129,27 @@ def load(trainer: "Trainer", path: Path) -> Loaded:
     try:
         agree(world, lambda: _set_dense_state(trainer, loaded["dense"]), f"loading {path}")
     except BaseException:
-        trainer.is_partially_updated = True  # should the next line fail
-        _set_dense_state(trainer, before)  # one rank's model refused it: no rank keeps it
+        trainer.is_partially_updated = True  # in case the next line fails
+        _set_dense_state(trainer, before)  # one rank's model refused it, so no rank keeps it
         trainer.is_partially_updated = was_partial
         raise
     return Loaded(loaded["store"], loaded["num_steps"], loaded["data"], loaded["dense"].get("extra", {}))
 
 
 def read_recipe(checkpoint: Path) -> tuple[str, int]:
-    """The recipe of the run that saved a checkpoint, as TOML, and the number of its ranks."""
+    """Returns the recipe of the run that saved a checkpoint, as TOML, and its number of ranks."""
     try:
         manifest = read_manifest(checkpoint)
         recipe, world_size = manifest.get("recipe"), manifest["world_size"]
     except Exception as error:
         raise CheckpointError(f"loading {checkpoint} failed: {error}") from error
     if recipe is None:
-        raise CheckpointError(f"{checkpoint} was saved without a recipe, by a program of its own; use it from there")
+        raise CheckpointError(f"{checkpoint} was saved without a recipe; load it in the program that saved it")
     return recipe, world_size
 
 
 def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostStore, dict[str, Any]]:
-    """All ranks' rows in one store, and the dense part; for one process, whatever the number of ranks that saved."""
+    """Returns one store with all ranks' rows, and the dense part, whatever the number of ranks that saved them."""
     try:
         checkpoint = folder.find_checkpoint(path)
         manifest = read_manifest(checkpoint)
@@ -164,13 +164,13 @@ def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostS
 
 
 def agree(world: World, work: Callable[[], str], what: str, only_rank: int | None = None) -> list[str]:
-    """Runs it on every rank, or on one; if it fails anywhere, all ranks raise. Returns what each rank returned."""
+    """Runs `work` on every rank, or on one, and returns each rank's result. If it fails anywhere, all ranks raise."""
     text = ""
     if only_rank in (None, world.rank):
         try:
             with world.busy():
                 text = "+" + work()
-        except Exception as error:  # told to every rank, and raised on each of them
+        except Exception as error:  # every rank learns of it, and raises
             kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
             text = f"-{kind}{error}"
     texts = world.control.share_text(text)
@@ -189,8 +189,8 @@ def _refuse_newer(newest: Path, num_steps: int) -> None:
         )
 
 
-def _state_beside_parameters(model: nn.Module) -> dict[str, Any]:
-    """Buffers and extra state: what may differ by rank."""
+def _buffers_and_extra_state(model: nn.Module) -> dict[str, Any]:
+    """Returns buffers and extra state, which may differ by rank."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: plain values and compact tensors, on disk before they count, with a checksum each."""
+"""Writes and reads the files of a checkpoint: plain values and compact tensors, each file with a checksum."""
 
 import hashlib
 import io
@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.train.checkpoint.folder import named
+from nestpipe.train.checkpoint.folder import with_file_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
-"""What `torch.load(weights_only=True)` reads back, containers and tensors aside."""
+"""Types that `torch.load(weights_only=True)` reads back, apart from containers and tensors."""
 
 
 class Written(NamedTuple):
-    """A file that is on disk."""
+    """Checksum and size of a file that is on disk."""
 
     checksum: str
     num_bytes: int
 
 
 def write(file: Path, content: Any) -> Written:
-    """Writes it with torch.save and syncs it to disk. The same content gives the same bytes."""
+    """Writes content with torch.save and syncs it to disk. The same content gives the same bytes."""
     out = _Output(file)
     try:
         try:
@@ -34,15 +34,15 @@ def write(file: Path, content: Any) -> Written:
             out.flush()
             os.fsync(out.fileno())
         finally:
-            out.raw.close()  # what the buffer still holds belongs to a write that failed
+            out.raw.close()  # drops what the buffer holds of a failed write
     except (RuntimeError, OSError) as error:
         cause = out.error or error
-        raise named(cause, file) if isinstance(cause, OSError) else cause from None
+        raise with_file_name(cause, file) if isinstance(cause, OSError) else cause from None
     return Written(checksum(file), file.stat().st_size)
 
 
 def read(checkpoint: Path, name: str, manifest: Mapping[str, Any]) -> Any:
-    """The content of a file, in host memory; refuses one whose checksum is not that of the manifest."""
+    """Returns the content of a file, in host memory. Refuses a file whose checksum is not that of the manifest."""
     file = checkpoint / name
     if checksum(file) != manifest["checksums"].get(name):
         raise ValueError(f"{file} is damaged or of another save: its checksum is not that of the manifest")
@@ -55,9 +55,9 @@ def checksum(file: Path) -> str:
 
 
 def plain(value: Any, name: str) -> Any:
-    """A copy that can be loaded again: NumPy's numbers become Python's, and tensors lose memory they do not show.
+    """Returns a copy that can be loaded again. NumPy's numbers become Python's; tensors lose memory they do not show.
 
-    Raises for what could be saved but never loaded; `name` says which entry it is.
+    Raises for a value that could be saved but not loaded; `name` says which entry it is.
     """
     if isinstance(value, Tensor):
         return _compact(value.detach())
@@ -82,7 +82,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """torch saves the whole storage of a view: rows that are no longer there, and memory that was never written."""
+    """Returns a tensor without spare storage. torch saves a view's whole storage, even memory never written."""
     if tensor.layout != torch.strided:
         return tensor
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
@@ -90,7 +90,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 class _Output(io.BufferedWriter):
-    """A file that keeps its first error: torch's writer turns it into one about positions."""
+    """A file that keeps its first error, which torch's writer replaces by one about positions."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))

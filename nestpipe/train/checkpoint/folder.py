@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what in it is ours, which checkpoint is the newest, and how a new one appears.
+"""A folder of checkpoints: which files are ours, which checkpoint is the newest, and how a new one appears.
 
     DIR/nestpipe-checkpoints.json    the marker, written first: this folder is ours to write to
     DIR/step-00000060/               one complete checkpoint
@@ -6,7 +6,7 @@
 
 A checkpoint is written under its `.partial` name. Once every byte is on disk, one rename makes it visible, and only
 then are older ones removed. So whenever a run is killed, the newest complete checkpoint is there under its own name.
-Only files with our names are ever removed, and only in a folder with our marker; what else a user puts there stays.
+Only files with our names are ever removed, and only in a folder with our marker; a user's own files stay.
 
 Version 0.1 wrote the files of its one checkpoint directly into DIR. Such a folder is ours too: it is read, and its
 files are removed after the first new checkpoint is complete.
@@ -23,7 +23,7 @@ from typing import Any
 MARKER = "nestpipe-checkpoints.json"
 MANIFEST = "manifest.json"
 RUN, BEST = "the checkpoints of a run", "the best model of a run"
-"""what a folder holds: neither is to be replaced by the other"""
+"""Two kinds of folders. The checkpoints of one must not replace those of the other."""
 _STEP = re.compile(r"step-(\d{8,})(?:-r(\d+))?")
 _LEFTOVER = re.compile(r"step-\d{8,}(-r\d+)?\.(partial|removed)(\d+)?")
 _OUR_FILES = re.compile(r"manifest\.json(\.new)?|dense\.pt|rank\d+\.pt")
@@ -34,64 +34,64 @@ class CheckpointError(RuntimeError):
 
 
 def claim(folder: Path, holds: str | None = None) -> None:
-    """Makes the folder ours: creates it with its marker. Refuses a folder that holds something else."""
+    """Makes the folder ours: creates it and its marker. Refuses a folder that holds something else."""
     check_ours(folder, holds)
     if _marker(folder) is not None and (holds is None or _marker(folder) == holds):
         return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     write_synced(folder / MARKER, json.dumps({"written by": "nestpipe", "holds": holds or ""}) + "\n")
-    for path in (folder, *(new.parent for new in made)):
+    for path in (folder, *(created.parent for created in new_folders)):
         sync_folder(path)
 
 
 def check_ours(folder: Path, holds: str | None = None) -> None:
-    """Refuses a folder that is neither new nor empty, and that we have not written; or that holds another thing."""
+    """Refuses a folder with files that we did not write, or with checkpoints of another kind than `holds`."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give checkpoints a folder of their own, new or empty")
     if _marker(folder) is None and folder.exists() and (foreign := _foreign(folder)):
         raise CheckpointError(
-            f"{folder} is not empty and is no folder of checkpoints: it holds {_some(foreign)}. Nothing in it was "
+            f"{folder} is not empty and is not a folder of checkpoints: it holds {_some(foreign)}. Nothing in it was "
             "touched; give checkpoints a folder of their own, new or empty"
         )
     held = _marker(folder) or (RUN if _is_version_1(folder) else "")
     if holds is not None and held != holds and checkpoints(folder):
         raise CheckpointError(
-            f"{folder} is to hold {holds}, but it holds {held or 'what a program of its own has saved'}; nothing in it "
-            "was touched. Give checkpoint.dir and checkpoint.best folders of their own"
+            f"{folder} is to hold {holds}, but it holds {held or 'checkpoints of a program without a recipe'}; nothing "
+            "in it was touched. Give checkpoint.dir and checkpoint.best folders of their own"
         )
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = {}
+    """Returns the complete checkpoints in a folder, oldest first."""
+    by_order = {}
     for child in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(child.name)
         if match is not None and _is_own_folder(child) and (child / MANIFEST).is_file():
-            found[int(match[1]), int(match[2] or 0)] = child
-    complete = [found[order] for order in sorted(found)]
+            by_order[int(match[1]), int(match[2] or 0)] = child
+    complete = [by_order[order] for order in sorted(by_order)]
     return [folder, *complete] if _is_version_1(folder) else complete
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files are all there, and what is wrong with newer ones; None if there is none at all.
+    """Returns the newest undamaged checkpoint, or None, and what is wrong with newer ones.
 
-    If there are checkpoints and all of them are damaged, that is an error: to start anew instead would hide the loss.
+    Raises if there are checkpoints but all are damaged: starting anew would hide the loss.
     """
     problems: list[str] = []
-    found = checkpoints(folder)
-    for checkpoint in reversed(found):
+    complete = checkpoints(folder)
+    for checkpoint in reversed(complete):
         problem = _problem(checkpoint)
         if problem is None:
             return checkpoint, problems
         problems.append(problem)
-    if found:
+    if complete:
         raise CheckpointError(f"every checkpoint in {folder} is damaged: {'; '.join(problems)}")
     return None, []
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint by its own path, by its checkpoint.dir, or by a folder that holds one such folder."""
+    """Returns the checkpoint at a path: its own, its checkpoint.dir, or a folder that holds one such folder."""
     path = path.resolve()
     if not path.exists():
         raise CheckpointError(f"there is no folder {path}; give the checkpoint.dir of a run")
@@ -111,9 +111,9 @@ def find_checkpoint(path: Path) -> Path:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / MANIFEST
     if not file.exists():
-        previous = checkpoint.with_name(f"{checkpoint.name}.previous")  # where version 0.1 left the save before it
+        previous = checkpoint.with_name(f"{checkpoint.name}.previous")  # version 0.1 left the save before it there
         hint = f"; {previous} holds the save before it" if previous.exists() else ""
-        raise FileNotFoundError(f"{file} does not exist: {checkpoint} is no complete checkpoint{hint}")
+        raise FileNotFoundError(f"{file} does not exist: {checkpoint} is not a complete checkpoint{hint}")
     manifest = json.loads(file.read_text())
     if not isinstance(manifest, dict) or not isinstance(manifest.get("checksums"), dict):
         raise ValueError(f"{file} is not the manifest of a checkpoint")
@@ -121,42 +121,42 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Returns an empty folder for the files of a new checkpoint. Removes what killed saves have left."""
+    """Returns an empty folder for the files of a new checkpoint. Removes leftovers of killed saves."""
     for child in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(child.name) and _is_own_folder(child):
             _remove_our_files(child)
-    staging = _free(folder / f"step-{step:08d}.partial", "")
+    staging = _free_path(folder / f"step-{step:08d}.partial", "")
     staging.mkdir()
     return staging
 
 
 def publish(staging: Path) -> Path:
-    """Makes a written checkpoint visible by one rename, then removes the older ones. Its files must be on disk."""
+    """Makes a written checkpoint visible by one rename, then removes older ones. Its files must be on disk."""
     problem = _problem(staging)
-    if problem is not None:  # another run writes to the same folder, perhaps
+    if problem is not None:  # perhaps another run writes to the same folder
         raise CheckpointError(f"{problem}, though it was written just now; is another run writing to {staging.parent}?")
     sync_folder(staging)
     folder, name = staging.parent, staging.name.partition(".")[0]
     older = checkpoints(folder)
-    path = _free(folder / name, "-r")  # the same step may be saved again
+    path = _free_path(folder / name, "-r")  # the same step may be saved again
     staging.rename(path)
     sync_folder(folder)
     for checkpoint in older:
         try:
             _remove(checkpoint)
-        except OSError as error:  # the new one is complete: that this one stays costs disk space only
+        except OSError as error:  # the new one is complete; the old one only costs disk space
             warnings.warn(f"the older checkpoint {checkpoint} could not be removed: {error}", stacklevel=2)
     return path
 
 
 def discard(staging: Path) -> None:
-    """Removes a checkpoint that could not be written to its end."""
+    """Removes a checkpoint that was not written completely."""
     if staging.is_dir():
         _remove_our_files(staging)
 
 
 def move_away(folder: Path) -> Path | None:
-    """Renames DIR to the first of DIR.1, DIR.2, ... that is free; None if there is nothing in it to keep."""
+    """Renames DIR to the first free of DIR.1, DIR.2, ..., and returns it; None if DIR holds nothing to keep."""
     check_ours(folder)
     if not folder.exists() or {child.name for child in folder.iterdir()} <= {MARKER}:
         return None
@@ -169,7 +169,7 @@ def move_away(folder: Path) -> Path | None:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Replaces a small file atomically; it is on disk when this returns."""
+    """Replaces a small file atomically and syncs it to disk."""
     staged = file.with_name(f"{file.name}.new")
     try:
         with staged.open("w") as out:
@@ -178,18 +178,18 @@ def write_synced(file: Path, text: str) -> None:
             os.fsync(out.fileno())
     except OSError as error:
         staged.unlink(missing_ok=True)
-        raise named(error, file) from None
+        raise with_file_name(error, file) from None
     staged.replace(file)
 
 
-def named(error: OSError, file: Path) -> OSError:
-    """The same error with the file's name; a full disk is called one."""
+def with_file_name(error: OSError, file: Path) -> OSError:
+    """Returns the same error with the file's name and, for a full disk, a plain text."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return OSError(error.errno, "no space left on the disk" if is_full else error.strerror, str(file))
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in a folder survive a power failure only once the folder itself is on disk."""
+    """Syncs a folder to disk, so that the names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -198,13 +198,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under its own name a checkpoint is complete or not there: it is renamed before the first file goes.
+    """Removes a checkpoint. It is renamed before the first file goes, so under its own name it is complete.
 
     If a user has put files into it, only ours are removed, the manifest first, and the folder keeps its name.
     """
     is_ours = all(_OUR_FILES.fullmatch(child.name) for child in checkpoint.iterdir())
     if is_ours and _STEP.fullmatch(checkpoint.name):
-        target = _free(checkpoint.with_name(f"{checkpoint.name}.removed"), "")
+        target = _free_path(checkpoint.with_name(f"{checkpoint.name}.removed"), "")
         checkpoint.rename(target)
         checkpoint = target
     _remove_our_files(checkpoint)
@@ -218,8 +218,8 @@ def _remove_our_files(folder: Path) -> None:
         folder.rmdir()
 
 
-def _free(path: Path, mark: str) -> Path:
-    """This path, or with a number behind it the first that does not exist."""
+def _free_path(path: Path, mark: str) -> Path:
+    """Returns the path, or if it exists, the first free one with `mark` and a number appended."""
     number = 0
     while (free := path if number == 0 else path.with_name(f"{path.name}{mark}{number}")).exists():
         number += 1
@@ -227,12 +227,12 @@ def _free(path: Path, mark: str) -> Path:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Not a link to somewhere else, which a user has made."""
+    """Returns whether a path is a folder and not a user's link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _marker(folder: Path) -> str | None:
-    """What the marker says that a folder holds, which may be nothing; None if there is no marker."""
+    """Returns what a folder holds by its marker, possibly an empty text; None if there is no marker."""
     try:
         content = json.loads((folder / MARKER).read_text())
         return str(content["holds"]) if isinstance(content, dict) and "holds" in content else ""
@@ -243,7 +243,7 @@ def _marker(folder: Path) -> str | None:
 
 
 def _is_version_1(folder: Path) -> bool:
-    """Whether version 0.1 wrote a checkpoint directly into this folder."""
+    """Returns whether version 0.1 wrote a checkpoint directly into this folder."""
     try:
         return read_manifest(folder).get("format") == 1
     except (OSError, ValueError):
@@ -251,7 +251,7 @@ def _is_version_1(folder: Path) -> bool:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Names of what we did not write in a folder without our marker."""
+    """Returns the names in a folder without our marker that are not ours."""
     has_old_checkpoint = _is_version_1(folder)
 
     def is_ours(child: Path) -> bool:

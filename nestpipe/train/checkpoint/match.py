@@ -1,4 +1,4 @@
-"""What must agree between a checkpoint and a trainer for an exact continuation: written at save, checked at load."""
+"""Settings that must agree between a checkpoint and a trainer: written at save, checked at load."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from nestpipe.train.trainer import Trainer
 
 _TORCH_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
-"""keys of parameter groups that say how an optimizer computes, or that came with some version of torch"""
+"""Keys of parameter groups that only say how an optimizer computes, or that depend on the version of torch."""
 
 
 def describe_tables(tables: Sequence[Table], seed: int) -> dict[str, dict[str, Any]]:
-    """Without max_rows: a run that has reached it goes on with a larger one."""
+    """Returns the settings of each table. max_rows is left out: a run that reached it may go on with a larger one."""
     return {table.name: _describe(table, seed) for table in tables}
 
 
@@ -26,10 +26,10 @@ def check_tables(manifest: Mapping[str, Any], tables: Sequence[Table], seed: int
         if manifest["format"] == 1:
             _check_table_of_version_1(saved[table.name], table, seed)
             continue
-        here = _describe(table, seed)
-        for name in here:
-            if saved[table.name].get(name) != here[name]:
-                text = f"{saved[table.name].get(name)} in the checkpoint, {here[name]} here"
+        current = _describe(table, seed)
+        for name in current:
+            if saved[table.name].get(name) != current[name]:
+                text = f"{saved[table.name].get(name)} in the checkpoint, {current[name]} here"
                 raise ValueError(f"table {table.name!r}: {name} is {text}")
 
 
@@ -44,20 +44,20 @@ def describe_dense(trainer: "Trainer") -> dict[str, Any]:
 
 
 def check_dense(manifest: Mapping[str, Any], dense: Mapping[str, Any], trainer: "Trainer") -> None:
-    """The optimizer takes whatever state it is given; one of another kind would fail, or go wrong, later."""
+    """Refuses another kind of dense optimizer, whose state would load but fail, or go wrong, later."""
     if ("lr_schedule" in dense) != (trainer.lr_schedule is not None):
         raise ValueError("only one of the checkpoint and this trainer has a schedule of the dense learning rate")
-    if manifest["format"] == 1:  # which did not say what its optimizer was
+    if manifest["format"] == 1:  # it does not name its optimizer
         _check_group_keys(dense["optimizer"]["param_groups"], trainer.optimizer.param_groups)
         return
-    saved, here = manifest["dense"], describe_dense(trainer)
-    for name, what in (
+    saved, current = manifest["dense"], describe_dense(trainer)
+    for name, label in (
         ("optimizer", "the dense optimizer"),
         ("lr_schedule", "the schedule of the dense learning rate"),
         ("parameters", "the order of the dense optimizer's parameters"),
     ):
-        if saved.get(name) != here[name]:
-            raise ValueError(f"{what} is {saved.get(name)} in the checkpoint, {here[name]} here")
+        if saved.get(name) != current[name]:
+            raise ValueError(f"{label} is {saved.get(name)} in the checkpoint, {current[name]} here")
 
 
 def _describe(table: Table, seed: int) -> dict[str, Any]:
@@ -76,16 +76,16 @@ def _describe(table: Table, seed: int) -> dict[str, Any]:
 def _check_table_of_version_1(saved: str, table: Table, seed: int) -> None:
     """Version 0.1 saved the text of a TableSpec."""
     spec = table.spec(seed)
-    here = (
+    current = (
         f"TableSpec(name={spec.name!r}, dim={spec.dim}, state_width={spec.state_width}, initial_state="
         f"{spec.initial_state!r}, init={spec.init!r}, dtype={spec.dtype}, seed={spec.seed}"
     )
-    if saved.partition(", max_rows=")[0] != here:
-        raise ValueError(f"table {table.name!r} is {saved} in the checkpoint, {here}) here")
+    if saved.partition(", max_rows=")[0] != current:
+        raise ValueError(f"table {table.name!r} is {saved} in the checkpoint, {current}) here")
 
 
-def _check_group_keys(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
-    for old, new in zip(saved, here, strict=False):
+def _check_group_keys(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> None:
+    for old, new in zip(saved, current, strict=False):
         different = sorted((old.keys() ^ new.keys()) - _TORCH_FLAGS)
         if different:
             names = ", ".join(different)
