@@ -22,6 +22,7 @@ MEANINGS = {
 SKIPPED = {"files": "files that cannot be opened", "groups": "row groups that cannot be read", "rows": "rows"}
 SPLITS = {"test": "", "validation": ", not the test: nestpipe evaluate FOLDER --set evaluate.split=test"}
 """Splits of prepared data, and how to evaluate on the test."""
+ABBREVIATIONS = ("auc", "mrr")
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -47,20 +48,28 @@ def _show_metrics(result: Summary, console: Console) -> None:
     if result["split"] is not None:
         line = f"evaluated on the {result['split']}{SPLITS[result['split']]}"
         console.print(line, highlight=False, soft_wrap=True)
-    if "mrr" in metrics:
-        names = {f: f.replace("_at_", "@").upper() for f in metrics if "_at_" in f} | {"mrr": "MRR", "loss": "loss"}
-        columns = {f"among {metrics['num_items']:,} items": metrics}
-    else:
-        names = {"auc": "AUC", "normalised_entropy": "normalised entropy", "log_loss": "log loss"}
-        columns = {"model": metrics}
-        if "auc_ceiling" in metrics:
-            columns["true probability of the generator"] = {f: metrics[f"{f}_ceiling"] for f in names}
-        columns["always predicting the mean"] = {"auc": 0.5, "normalised_entropy": 1.0}
+    names = {field: _metric_name(field) for field in metrics if not _is_count_or_ceiling(field)}
+    if "log_loss" in names:
+        names.pop("loss")  # the same number
+    columns = {f"among {metrics['num_items']:,} items" if "num_items" in metrics else "model": metrics}
+    if "auc_ceiling" in metrics:
+        columns["true probability"] = {f: metrics[f"{f}_ceiling"] for f in names if f"{f}_ceiling" in metrics}
+    if "auc" in metrics:
+        columns["always the mean"] = {"auc": 0.5, "normalised_entropy": 1.0}
     if published:
         columns["published, on the published data"] = published
     title = f"{metrics['num_samples']:,} held-out samples"
     rows = [(name, *(_number(c[f]) if f in c else "" for c in columns.values())) for f, name in names.items()]
     console.print(_table(None, (title, *columns), rows))
+
+
+def _is_count_or_ceiling(field: str) -> bool:
+    return field.startswith("num_") or field.endswith("_ceiling")
+
+
+def _metric_name(field: str) -> str:
+    """Returns a metric's name as tables show it: AUC, HR@10, normalised entropy."""
+    return field.replace("_at_", "@").upper() if field in ABBREVIATIONS or "_at_" in field else field.replace("_", " ")
 
 
 def _show_skipped(skipped: dict[str, dict[str, Any]], console: Console) -> None:

@@ -17,7 +17,7 @@ from nestpipe.registry import metrics
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The share of pairs (clicked, not clicked) in which the clicked one has the higher score; a tie counts half."""
+    """Returns the share of pairs (clicked, not clicked) in which the clicked one scores higher; a tie counts half."""
     scores, labels = _checked(scores, labels)
     values, which = scores.unique(return_inverse=True)
     # Counts, not sums of floats: exact for any number of samples below 2^31.
@@ -31,13 +31,13 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def log_loss(logits: Tensor, labels: Tensor) -> float:
-    """The mean binary cross-entropy, in nats."""
+    """Returns the mean binary cross-entropy, in nats."""
     logits, labels = _checked(logits, labels)
     return float(F.binary_cross_entropy_with_logits(logits, labels)) if len(labels) else math.nan
 
 
 def normalised_entropy(logits: Tensor, labels: Tensor) -> float:
-    """The log loss divided by that of always predicting the labels' mean: 1 for knowing nothing more, 0 for all."""
+    """Returns the log loss divided by that of always predicting the mean of the labels."""
     rate = float(labels.double().mean())
     if not 0 < rate < 1:
         return log_loss(logits, labels) * math.nan  # still refuses what is to be refused

@@ -1,4 +1,4 @@
-"""How good ranks are: hit rate, NDCG and MRR of one target for each user. Without users all are nan."""
+"""Metrics of ranks: hit rate, NDCG and MRR of one target for each user. Without users all are nan."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def hit_rate(ranks: Tensor, at: int) -> float:
-    """The share of users whose target is among the first `at`."""
+    """Returns the share of users whose target is among the first `at` items."""
     return float((ranks <= at).double().mean()) if len(ranks) else math.nan
 
 
 def ndcg(ranks: Tensor, at: int) -> float:
-    """The mean of 1 / log2(rank + 1), and of 0 for targets that are not among the first `at`."""
+    """Returns the mean of 1 / log2(rank + 1), with 0 for targets that are not among the first `at` items."""
     return _mean([1 / math.log2(rank + 1) if rank <= at else 0.0 for rank in ranks.tolist()])
 
 
 def mrr(ranks: Tensor) -> float:
-    """The mean of 1 / rank."""
+    """Returns the mean of 1 / rank."""
     return _mean([1 / rank for rank in ranks.tolist()])
 
 
 def _mean(values: list[float]) -> float:
-    """Rounded once: the order of the users does not matter."""
+    """Rounds once, so that the order of users does not matter."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
