@@ -102,7 +102,7 @@ def test_one_request_a_second_and_rank() -> None:
 
 
 def test_a_whole_host_that_goes_silent() -> None:
-    """Ranks that watch each other are lost together. Fails if Monitor._judge_silence names the next rank only."""
+    """Ranks that watch each other are lost together. Fails if Monitor._check_silence names the next rank only."""
     store = CountingStore()
     monitors = start(store, 6, timeout_seconds=2.0)
     store.lost = {2, 3, 4}

@@ -1,7 +1,7 @@
 """A rank that raises in the middle of a step, is killed, interrupted, stopped, or hangs: every other rank says so, in
 time.
 
-Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._judge_silence or _judge_stall does not
+Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._check_silence or _check_stall does not
 publish.
 """
 

@@ -76,7 +76,7 @@ def meet_elsewhere(world: World) -> tuple[str, str]:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Fails if Monitor._judge_stall looks only at ranks that do not wait."""
+    """Fails if Monitor._check_stall looks only at ranks that do not wait."""
     results = run_fragile_ranks(2, meet_elsewhere, num_results=2)
     for rank, (other, place) in enumerate([(1, "at the start, in route"), (0, "at the start, in agreement")]):
         name, text = results[rank]
