@@ -11,7 +11,7 @@ from nestpipe.evaluation.evaluate import evaluate
 from nestpipe.evaluation.ranking_metrics import RankMetrics
 from nestpipe.evaluation.scorer import Scorer
 from nestpipe.evaluation.validation import Validation
-from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import pipeline
 from nestpipe.pipelining.step import Step

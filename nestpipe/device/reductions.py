@@ -1,7 +1,7 @@
 """One answer about many tensors, the fastest way on each kind of device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,3 +21,11 @@ def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if is_accelerator(device):
         return torch.nn.utils.get_total_norm(some, math.inf) < math.inf
     return torch.stack([bound.double() for tensor in some for bound in tensor.aminmax()]).isfinite().all()
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum of squares of all elements, added up in double."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total = total + gradient.double().square().sum()
+    return total

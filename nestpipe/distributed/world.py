@@ -27,7 +27,7 @@ from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.watch import Watch
 
 NUM_GROUPS = 5
-"""gloo groups of a world, each with a connection to every other rank; see docs/distributed.md."""
+"""Number of gloo groups of a world, each with a connection to every other rank; see docs/distributed.md."""
 
 
 class Reduction(Protocol):
@@ -131,7 +131,7 @@ class World:
             yield
 
     def when_left(self, reduction: "Reduction") -> None:
-        """Registers a reduction that is completed when a step is left halfway. Call it on all ranks in the same order."""
+        """Registers a reduction to complete when a step is left halfway. Call it on all ranks, in the same order."""
         self._reductions.append(ref(reduction))
 
     def leave(self) -> None:

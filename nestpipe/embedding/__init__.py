@@ -1,1 +1,1 @@
-"""Keys in, rows out, gradients back."""
+"""Embeddings: keys in, rows out, gradients back."""

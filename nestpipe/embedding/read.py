@@ -1,4 +1,4 @@
-"""Rows for a batch that is read, not trained: nothing is created, nothing changes."""
+"""Reading: rows for a batch that is not trained. Nothing is created or changed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from nestpipe.store import HostStore
 
 @dataclass(frozen=True)
 class Part:
-    """What the model sees of one micro-batch."""
+    """Input of the model for one micro-batch."""
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
@@ -30,20 +30,20 @@ class Part:
 
 
 class Reading:
-    """A batch routed and its rows retrieved, on one channel, in host memory; what the model is given then goes to its
-    device. A missing key has its initial row."""
+    """A batch that is routed and retrieved on one channel, in host memory. The model's inputs then go to its device. A
+    missing key has its initial row."""
 
     def __init__(
         self, features: FeatureGroups, route: Route, store: HostStore, exchange: Exchange, device: torch.device
     ) -> None:
         self.weights = route.batch.weights
-        """of this rank's batch"""
+        """Weights of this rank's batch."""
         self._features = features
         self._batch = memory_on(device).upload_batch(features, route.batch)
         self._device = device
-        resident = retrieve_rows(route.owned, store, RecordMemory(HOST))
-        self.num_untrained_keys = sum(len(rows.found) - int(rows.found.sum()) for rows in resident)
-        """distinct keys of the global batch that this rank owns and never trained"""
+        resident = retrieve_rows(route.owner_dedups, store, RecordMemory(HOST))
+        self.num_untrained_keys = sum(len(rows.is_stored) - int(rows.is_stored.sum()) for rows in resident)
+        """Distinct keys of the global batch that this rank owns and that were never trained."""
         self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 
     def __iter__(self) -> Iterator[Part]:
@@ -67,7 +67,7 @@ def read_batch(
     clustering: Clustering = GIVEN_ORDER,
     device: torch.device | None = None,
 ) -> Reading | None:
-    """Reads a batch. All ranks call it; returns None when no rank has a batch.
+    """Reads a batch; returns None if no rank has one. Call it on all ranks.
 
     An exception instead of a batch is raised on every rank.
     """

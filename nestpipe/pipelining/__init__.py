@@ -1,1 +1,1 @@
-"""When each thing happens."""
+"""Pipelining: stages, schedules, and the loop over steps."""

@@ -17,7 +17,7 @@ from nestpipe.store.writer import WriteAccess, Writer
 class _Table:
     spec: TableSpec
     rows: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    """key -> (record, step)"""
+    """Record and step by key."""
 
 
 class DictStore:

@@ -1,8 +1,8 @@
 """The requester's dedup of a batch against the same in plain Python, for every group, rank and micro-batch.
 
-Fails, for example, if _Distinct.of takes the keys of features in the order of the batch, if _split forgets the order
-of the micro-batches, if _cluster_lists numbers keys group by group, or if RequesterDedup.part gives a feature without
-weights the ones that stand in for them.
+Fails, for example, if _Distinct.from_batch takes the keys of features in the order of the batch, if _split ignores the
+order of the micro-batches, if _cluster_lists numbers keys group by group, or if RequesterDedup.part gives a feature
+without weights the ones that stand in for them.
 """
 
 import re
@@ -183,7 +183,7 @@ def test_clustering_does_not_depend_on_groups(method: str, world_size: int) -> N
         got = dedup_batch(features, batch, 6, world_size, 1, Clustering(method))
         parts.append([inputs["number"].tolist() for inputs in got.inputs])
         lists, num_distinct = _cluster_lists(
-            features, [_Distinct.of(group, batch, world_size, 1) for group in features.groups]
+            features, [_Distinct.from_batch(group, batch, world_size, 1) for group in features.groups]
         )
         numbers.append((num_distinct, [(of.values.tolist(), of.offsets.tolist()) for of in lists]))
     assert [len(features.groups) for features in groupings().values()] == [1, 2, 4]

@@ -98,13 +98,13 @@ class Rank:
         return [positions[p] for p in dedup.row_positions.tolist()] if one else positions
 
     def slots(self, g: int) -> list[Key]:
-        owned = self.route.owned[g]
+        owned = self.route.owner_dedups[g]
         tables = np.arange(len(owned.group.tables)).repeat(owned.table_offsets.diff().numpy())
         return [(owned.group.names[t], key) for t, key in zip(tables, owned.keys.tolist(), strict=True)]
 
     def entries(self, g: int) -> list[Key]:
         slots = self.slots(g)
-        return [slots[slot] for slot in self.route.owned[g].slots.tolist()]
+        return [slots[slot] for slot in self.route.owner_dedups[g].slots.tolist()]
 
     def uses(self, g: int) -> dict[Key, list[int]]:
         """The micro-batches that use each key, ascending; found in the batch itself."""
@@ -221,7 +221,7 @@ def check_owner(ranks: list[Rank], rank: Rank, window: str) -> None:
         asked = [
             (r.number, key) for r in ranks for key in r.positions(g) if owner(key[1], key[0], len(ranks)) == rank.number
         ]
-        requesters = np.arange(len(ranks)).repeat(rank.route.owned[g].entry_counts).tolist()
+        requesters = np.arange(len(ranks)).repeat(rank.route.owner_dedups[g].entry_counts).tolist()
         assert list(zip(requesters, entries, strict=True)) == asked
         assert len(entries) == lists.num_entries
         assert len(set(slots)) == len(slots)
@@ -268,7 +268,7 @@ def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, lis
     plan = exchange.plan(route, window)
     assert plan is not None
     rank = Rank(channel.rank, route, plan)
-    resident = [RecordMemory(memory).reserve(owned) for owned in route.owned]
+    resident = [RecordMemory(memory).reserve(owned) for owned in route.owner_dedups]
     for g, rows in enumerate(resident):
         for slot, key in enumerate(rank.slots(g)):
             rows.records[slot] = torch.tensor(row_of(key, rows.group.dim))

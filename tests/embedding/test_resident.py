@@ -110,14 +110,14 @@ def test_there_and_back(
     first, second = owned_by_one(group, [40, 0, 13]), owned_by_one(group, [45, 7, 30])
     before, here = overlap_of(first, second)
     (overlap,) = find_overlap([first], [second], memory)
-    assert (overlap.before.tolist(), overlap.here.tolist()) == (before.tolist(), here.tolist())
+    assert (overlap.previous_slots.tolist(), overlap.slots.tolist()) == (before.tolist(), here.tolist())
 
     (active,) = retrieve_rows([first], store, RecordMemory(memory))
     (prefetched,) = retrieve_rows([second], store, RecordMemory(memory), [overlap])
     check_shape(active, width, expected)
-    assert active.found.tolist() == (first.keys % 2 == 0).tolist()
+    assert active.is_stored.tolist() == (first.keys % 2 == 0).tolist()
     is_shared = torch.zeros(len(second.keys), dtype=torch.bool).index_fill_(0, here, True)
-    assert prefetched.found.tolist() == ((second.keys % 2 == 0) | is_shared).tolist()
+    assert prefetched.is_stored.tolist() == ((second.keys % 2 == 0) | is_shared).tolist()
 
     change(active, 1.0)
     sync_overlap([active], [prefetched], [overlap], memory)
@@ -160,7 +160,7 @@ def test_what_stays_for_the_next_batch_is_not_written() -> None:
     (active,) = retrieve_rows([first], store, RecordMemory(memory))
     change(active, 1.0)
     write_back([active], store, 2, memory, leaving([active], overlap))
-    stays = torch.zeros(60, dtype=torch.bool).index_fill_(0, overlap[0].before, True)
+    stays = torch.zeros(60, dtype=torch.bool).index_fill_(0, overlap[0].previous_slots, True)
     assert 0 < int(stays.sum()) < 60
     for name, keys, slots in by_table(first):
         added = store.gather(name, keys).records - untouched.gather(name, keys).records
@@ -194,4 +194,4 @@ def test_the_same_key_of_two_tables_is_no_overlap() -> None:
         for keys, bounds in zip((torch.tensor([4, 5]), torch.tensor([5, 4, 5])), offsets, strict=True)
     )
     overlap: list[Overlap] = find_overlap([first], [second], HostMemory())
-    assert (overlap[0].before.tolist(), overlap[0].here.tolist()) == ([1], [0])
+    assert (overlap[0].previous_slots.tolist(), overlap[0].slots.tolist()) == ([1], [0])

@@ -16,7 +16,7 @@ from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.plan import WINDOWS
-from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import init

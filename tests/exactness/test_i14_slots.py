@@ -1,6 +1,6 @@
 """I14: slot i of a table is its i-th owned key of the batch in route order: by requester rank, each in first use.
 
-Fails if _Distinct.of sorts a requester's keys (`found.keys.sort()[0]`), or _exchange_keys those of
+Fails if _Distinct.from_batch sorts a requester's keys (`deduped.keys.sort()[0]`), or _exchange_keys those of
 an owner (`distinct.sort()[0]`).
 """
 

@@ -64,7 +64,7 @@ def test_micro_batches_are_gone_through_once() -> None:
         step = next(iter(pipeline))
         for micro_batch in step:
             sum(value.sum() for value in micro_batch.embeddings.values() if isinstance(value, Tensor)).backward()
-        with pytest.raises(RuntimeError, match="can be gone through once only"):
+        with pytest.raises(RuntimeError, match="can be iterated over only once"):
             list(step)
 
 

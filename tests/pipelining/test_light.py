@@ -28,11 +28,11 @@ def test_short_on_average() -> None:
     stages = LightStages(LIGHT_SECONDS)
     for _ in range(NUM_AVERAGED):
         assert not stages.is_light("retrieve")
-        stages.record("retrieve", LIGHT_SECONDS / 2, 1.0, is_here=False)
+        stages.record("retrieve", LIGHT_SECONDS / 2, 1.0, is_inline=False)
     assert stages.is_light("retrieve")
     assert not stages.is_light("prefetch")
     for _ in range(NUM_AVERAGED):
-        stages.record("retrieve", 2 * LIGHT_SECONDS, 1.0, is_here=False)
+        stages.record("retrieve", 2 * LIGHT_SECONDS, 1.0, is_inline=False)
     assert not stages.is_light("retrieve")
 
 
@@ -40,13 +40,13 @@ def test_what_waits_is_not_light() -> None:
     """A reader that waits for a disk takes time, but no processor: it goes back to its lane, and is tried again."""
     stages = LightStages(LIGHT_SECONDS)
     for _ in range(NUM_AVERAGED):
-        stages.record("prefetch", 0.0, 0.02, is_here=False)
+        stages.record("prefetch", 0.0, 0.02, is_inline=False)
     for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
         assert stages.is_light("prefetch")
-        stages.record("prefetch", 0.0, 0.02, is_here=True)
+        stages.record("prefetch", 0.0, 0.02, is_inline=True)
         for _ in range(pause):
             assert not stages.is_light("prefetch")
-            stages.record("prefetch", 0.0, 0.02, is_here=False)
+            stages.record("prefetch", 0.0, 0.02, is_inline=False)
 
 
 def test_the_order_of_a_lane_stays() -> None:
@@ -64,7 +64,7 @@ def test_the_order_of_a_lane_stays() -> None:
     listed = [Op("write_back", "host", 0), Op("retrieve", "host", 1), Op("begin", COMPUTE, 1)]
     short = LightStages(math.inf)
     for _ in range(NUM_AVERAGED):
-        short.record("retrieve", 0.0, 0.0, is_here=False)
+        short.record("retrieve", 0.0, 0.0, is_inline=False)
     world, actions = World(), {"write_back": long_one, "retrieve": short_one}
     executor = Executor(iter(listed), actions, Trace(), world.watch, world.streams, light=short)
     executor.play_until("begin")

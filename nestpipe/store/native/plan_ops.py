@@ -42,16 +42,16 @@ class Split:
     row_positions: Tensor
     """Positions that each part uses, ordered by (part, table, position): the rows of the part."""
     is_first: Tensor
-    """bool for each of them: True if no earlier part uses the position."""
+    """[row positions] bool: True if no earlier part uses the position."""
     row_counts: Tensor
-    """[parts, tables] int64"""
+    """[parts, tables] int64: number of rows."""
     index: Tensor
     """[occurrences], ordered by (part, feature, sample, occurrence): the row of the key among the part's rows of its
     table; for padding, the number of those rows."""
     index_offsets: Tensor
     """[parts * features + 1]: start of each feature of each part in `index`."""
     offsets: Tensor
-    """For each part and feature, concatenated: the offsets of its samples, from 0."""
+    """Offsets of the samples of each part and feature, each from 0, concatenated."""
     sources: Tensor | None
     """[occurrences]: for each entry of `index`, the occurrence it came from, counted through all features."""
 
