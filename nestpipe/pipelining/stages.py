@@ -166,6 +166,7 @@ class Stages:
             state.training = InTraining(opened)
 
     def send_rows(self, op: Op) -> None:
+        """Sends the rows of a micro-batch from owners to requesters."""
         exchange = self._exchange_of(op)
         if exchange is not None:
             exchange.send_rows(op.micro_batch)
@@ -189,6 +190,7 @@ class Stages:
             group.grad = None
 
     def return_gradients(self, op: Op) -> None:
+        """Returns the gradients of a micro-batch from requesters to owners."""
         training, exchange = self.state(op.batch).training, self._exchange_of(op)
         if training is not None and exchange is not None:
             exchange.return_gradients(op.micro_batch, training.gradients.pop(op.micro_batch, []))
@@ -298,7 +300,7 @@ class Stages:
         state.is_left = True
 
     def flush(self) -> None:
-        """Writes every row that is newer than in the host store to it. The host lane must be idle."""
+        """Writes every row that is newer than its copy in the host store. The host lane must be idle."""
         for number in sorted(self._states):
             state = self._states[number]
             if state.applied is None:
