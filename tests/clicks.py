@@ -1,4 +1,4 @@
-"""A small DLRM on a small synthetic click log, for tests of what surrounds the step."""
+"""A small DLRM on a small synthetic click log, for tests of the code around a step."""
 
 import torch
 
@@ -28,7 +28,7 @@ def make_trainer(world: World) -> nestpipe.Trainer:
 
 
 def batches(world: World, batch_size: int = 64, position: int = 0) -> Batches:
-    """Of this rank; batch_size is that of the global batch."""
+    """Returns the batches of this rank. batch_size: samples of the global batch."""
     result = Batches(DATA, batch_size // world.size, world.rank, world.size)
     result.load_state({"position": position})
     return result

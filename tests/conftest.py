@@ -1,6 +1,6 @@
-"""For all tests: Ctrl-C interrupts, also where the tests are a shell's background job, which ignores it; stages run on
-their lanes, however small the batches of a test are; tests that time other processes are marked; no test sees the
-settings of torch that another one has changed."""
+"""Settings for all tests: Ctrl-C interrupts even a shell's background job, which would ignore it; stages run on their
+lanes, however small a test's batches are; tests that time other processes are marked; torch's settings are reset after
+each test."""
 
 import signal
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 light.LIGHT_SECONDS = 0.0
 
 TIMED = ("errors", "distributed")
-"""folders whose tests give other processes seconds to answer"""
+"""Folders whose tests give other processes seconds to answer."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: real processes, real collectives, each rank's result or its traceback."""
+"""Runs a function on several ranks, which are processes. Returns each rank's result, or raises its traceback."""
 
 import multiprocessing
 import os
@@ -18,17 +18,17 @@ _PRELOAD = [
     "nestpipe.recipe.run",
     "tests.exactness.cases",
 ]
-_CONTEXT.set_forkserver_preload(_PRELOAD)  # 0.1 s a start instead of 5
+_CONTEXT.set_forkserver_preload(_PRELOAD)  # a start takes 0.1 s instead of 5 s
 
 
 class RankFailedError(AssertionError):
-    """A rank raised; its traceback is the text."""
+    """A rank raised an error. The text is its traceback."""
 
 
 def run_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 50, device: str = "cpu"
 ) -> list[Any]:
-    """[function(world, *arguments) of rank 0, 1, ...]; a module-level function."""
+    """Returns function(world, *arguments) of each rank. The function must be at module level."""
     ranks, results = _start(size, function, arguments, device)
     try:
         pickled = dict(results.get(timeout=timeout) for _ in ranks)
@@ -46,7 +46,7 @@ def run_ranks(
 def run_fragile_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, num_results: int, timeout: float = 50
 ) -> dict[int, Any]:
-    """What these many ranks return, or the text of what they raise; of the others nothing is expected."""
+    """Returns the results, or tracebacks, of the first num_results ranks that give one. The others may die."""
     ranks, results = _start(size, function, arguments)
     try:
         pickled = dict(results.get(timeout=timeout) for _ in range(num_results))
@@ -87,7 +87,7 @@ def _run(
     from nestpipe.pipelining import light
 
     torch.set_num_threads(1)
-    light.LIGHT_SECONDS = 0.0  # batches of tests are small, but lanes are what most of them are about
+    light.LIGHT_SECONDS = 0.0  # batches are small, but most tests are about lanes
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
         world = World.from_environment(device=device)

@@ -1,4 +1,4 @@
-"""Which schedules a test runs for, where running all would take long and the two in the middle add little."""
+"""Schedules for tests that would take too long with all of them."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from nestpipe.pipelining.schedule import SCHEDULES
 OUTER = [
     pytest.param(schedule, marks=() if schedule in ("serial", "nested") else pytest.mark.slow) for schedule in SCHEDULES
 ]
-"""serial and nested, which has the lanes of all others, in `make test`; all in `make test-slow`"""
+"""serial and nested, which has the lanes of all others, in `make test`; all in `make test-slow`."""
 
 NESTED = [pytest.param(schedule, marks=() if schedule == "nested" else pytest.mark.slow) for schedule in SCHEDULES]
-"""the default alone in `make test`, where a case takes seconds; all in `make test-slow`"""
+"""Only the default in `make test`, for cases that take seconds; all in `make test-slow`."""

@@ -1,4 +1,4 @@
-"""Adversarial streams of keys, for every exactness test: lists of batches, each a tensor of int64 keys."""
+"""Adversarial key streams for every exactness test: lists of batches, each a tensor of int64 keys."""
 
 import torch
 from torch import Tensor

@@ -86,7 +86,7 @@ typedef struct nestpipe_memory_report {
     int64_t mapped_bytes;   /* address space, an upper bound of the physical memory */
 } nestpipe_memory_report;
 
-/* Which rows each sample of a batch has. */
+/* The rows of each sample of a batch. */
 typedef struct nestpipe_occurrences {
     const int64_t* index;   /* [num_occurrences] a row, or num_rows for padding, which is no row */
     const int64_t* offsets; /* [num_samples + 1] sample s has occurrences offsets[s] .. offsets[s + 1] - 1;
@@ -174,7 +174,7 @@ NESTPIPE_API nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_
 NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                            uint8_t* found, int32_t num_threads);
 
-/* Removes keys; missing and repeated ones are no error. num_erased: how many were there; may be null. */
+/* Removes keys; missing and repeated ones are no error. num_erased: number of keys that existed; may be null. */
 NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                             int64_t* num_erased);
 
@@ -209,12 +209,12 @@ NESTPIPE_API nestpipe_status nestpipe_table_sizes(nestpipe_store* store, const i
 
 /* Where the keys of a list occur in another list, table by table. Needs no store.
  *   before, before_offsets  [num_before] and [num_tables + 1], as above; distinct within a table
- *   here, here_offsets      [num_here] and [num_tables + 1]
- *   places                  [num_here] here[i] == before[places[i]], within the same table; -1 where there is none
+ *   keys, key_offsets       [num_keys] and [num_tables + 1]
+ *   places                  [num_keys] keys[i] == before[places[i]], within the same table; -1 where there is none
  * The arrays must not overlap. The calling thread keeps the memory it worked in for its next call. */
 NESTPIPE_API nestpipe_status nestpipe_match_tables(const int64_t* before, int64_t num_before,
-                                                   const int64_t* before_offsets, const int64_t* here, int64_t num_here,
-                                                   const int64_t* here_offsets, int64_t num_tables, int64_t* places,
+                                                   const int64_t* before_offsets, const int64_t* keys, int64_t num_keys,
+                                                   const int64_t* key_offsets, int64_t num_tables, int64_t* places,
                                                    int32_t num_threads);
 
 /* ---- pieces: the rows of buckets [first_bucket, end_bucket), in ascending order of the keys' hashes ----------
@@ -223,14 +223,14 @@ NESTPIPE_API nestpipe_status nestpipe_match_tables(const int64_t* before, int64_
 NESTPIPE_API nestpipe_status nestpipe_count(nestpipe_store* store, int32_t table, int64_t first_bucket,
                                             int64_t end_bucket, int64_t* num_rows);
 
-/* Room for num_rooms rows, of which *num_rows are written: at least as many rooms as nestpipe_count says, and more
- * while other threads write. NESTPIPE_CHANGED when they do not suffice: count again.
- *   keys [num_rooms], records [num_rooms, dim + state_width] in records_bytes bytes, steps [num_rooms] */
+/* Writes *num_rows rows to arrays of `capacity` rows: at least as many as nestpipe_count says, and more while other
+ * threads write. NESTPIPE_CHANGED when that does not suffice: count again.
+ *   keys [capacity], records [capacity, dim + state_width] in records_bytes bytes, steps [capacity] */
 NESTPIPE_API nestpipe_status nestpipe_export(nestpipe_store* store, int32_t table, int64_t first_bucket,
-                                             int64_t end_bucket, int64_t num_rooms, int64_t* keys, void* records,
+                                             int64_t end_bucket, int64_t capacity, int64_t* keys, void* records,
                                              int64_t records_bytes, int64_t* steps, int64_t* num_rows);
 
-/* Inserts or overwrites the rows of an exported piece; refused when a key is of another bucket or a step is
+/* Inserts or overwrites the rows of an exported piece; refused when a key is in another bucket or a step is
  * negative. */
 NESTPIPE_API nestpipe_status nestpipe_import(nestpipe_store* store, int32_t table, int64_t first_bucket,
                                              int64_t end_bucket, int64_t num_rows, const int64_t* keys,
@@ -345,7 +345,7 @@ NESTPIPE_API nestpipe_status nestpipe_adam(const nestpipe_row_update* update, do
  * counts of one are below 2^31. Output arrays overlap neither each other nor any input. The calling thread keeps the
  * memory it worked in for its next call. */
 
-/* salt: what the keys of a table are hashed with; hash = mix64(key ^ salt). */
+/* salt: number with which the keys of a table are hashed; hash = mix64(key ^ salt). */
 NESTPIPE_API nestpipe_status nestpipe_table_salt(const char* table_name, uint64_t* salt);
 
 /* The keys of one feature, in order of occurrence. Every field has 64 bits. */
@@ -372,7 +372,7 @@ NESTPIPE_API nestpipe_status nestpipe_dedup(const nestpipe_feature_keys* feature
                                             int64_t* keys, int32_t* counts, int64_t* positions, int64_t* num_distinct,
                                             int64_t* outside, int32_t num_threads);
 
-/* Which occurrences of a feature each sample has. Every field has 64 bits. */
+/* The occurrences of a feature in each sample. Every field has 64 bits. */
 typedef struct nestpipe_feature_samples {
     const int64_t* offsets; /* [num_samples + 1] sample s has occurrences offsets[s] .. offsets[s + 1] - 1 */
     int64_t num_keys;
@@ -407,7 +407,7 @@ NESTPIPE_API nestpipe_status nestpipe_split(const nestpipe_feature_samples* feat
                                             int64_t* row_counts, int64_t* num_rows, int64_t* index,
                                             int64_t* index_offsets, int64_t* offsets, int64_t* sources);
 
-/* Distinct keys of what all ranks ask for.
+/* Distinct keys that all ranks ask for.
  *   keys          [num_keys] ordered by (rank, table)
  *   counts        [num_ranks, num_tables] of keys
  *   distinct      [num_keys] room: ordered by (table, first occurrence)
@@ -429,13 +429,13 @@ typedef enum nestpipe_which_parts {
  *   uses         [num_keys, (num_parts + 7) / 8] as of nestpipe_split; no bits beyond num_parts
  *   which        nestpipe_which_parts; every key needs a part where it is not NESTPIPE_ALL_PARTS
  *   rank_counts  [num_ranks] keys of each rank, which are ordered by rank
- *   places       [num_rooms] room: numbers of keys; null: only offsets and counts are written
+ *   places       [capacity] room: numbers of keys; null: only offsets and counts are written
  *   offsets      [2 * num_parts + 1] part p has others' keys offsets[2 p] .. offsets[2 p + 1] - 1 and own ones
  *                offsets[2 p + 1] .. offsets[2 p + 2] - 1
  *   counts       [num_parts, num_ranks] keys of each rank in each part, 0 for own_rank */
 NESTPIPE_API nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_t num_keys, int64_t num_parts,
                                                      int32_t which, const int64_t* rank_counts, int64_t num_ranks,
-                                                     int64_t own_rank, int64_t* places, int64_t num_rooms,
+                                                     int64_t own_rank, int64_t* places, int64_t capacity,
                                                      int64_t* offsets, int64_t* counts);
 
 /* numbers: [num_positions] bases[table] and on, for the positions of each table, which are ordered by (rank, table) and

@@ -237,18 +237,18 @@ nestpipe_status nestpipe_count(nestpipe_store* store, int32_t table, int64_t fir
 }
 
 nestpipe_status nestpipe_export(nestpipe_store* store, int32_t table, int64_t first_bucket, int64_t end_bucket,
-                                int64_t num_rooms, int64_t* keys, void* records, int64_t records_bytes, int64_t* steps,
+                                int64_t capacity, int64_t* keys, void* records, int64_t records_bytes, int64_t* steps,
                                 int64_t* num_rows) {
     return guarded([&] {
         const Table& source = the_table(store, table);
         need_buckets(first_bucket, end_bucket);
-        need_count(num_rooms, "num_rooms");
-        need_array(keys, num_rooms, "keys");
-        need_array(records, num_rooms, "records");
-        need_array(steps, num_rooms, "steps");
+        need_count(capacity, "capacity");
+        need_array(keys, capacity, "keys");
+        need_array(records, capacity, "records");
+        need_array(steps, capacity, "steps");
         need(num_rows, "num_rows");
-        need_bytes(source, num_rooms, source.num_columns(), records_bytes, "records");
-        *num_rows = source.export_piece(first_bucket, end_bucket, num_rooms, keys, static_cast<char*>(records), steps);
+        need_bytes(source, capacity, source.num_columns(), records_bytes, "records");
+        *num_rows = source.export_piece(first_bucket, end_bucket, capacity, keys, static_cast<char*>(records), steps);
     });
 }
 

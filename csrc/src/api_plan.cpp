@@ -1,4 +1,4 @@
-// The C boundary of what prepares a batch: its distinct keys, its parts, and the rows that travel between arrays.
+// The C boundary of operations that prepare a batch: dedup, parts, and rows copied between arrays.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -41,13 +41,13 @@ void need_matrix(const int32_t* counts, int64_t num_ranks, int64_t num_tables) {
 
 std::string feature_text(int64_t feature) { return "feature " + std::to_string(feature); }
 
-// What both kinds of features have. Adds their keys to num_keys.
+// Checks the fields that both kinds of features have. Adds their keys to num_keys.
 template <typename Feature>
-void need_feature(const Feature& of, int64_t f, int64_t num_tables, int64_t& num_keys) {
-    need_few_keys(of.num_keys, "num_keys of a feature");
-    need_few_keys(num_keys += of.num_keys, "number of occurrences");
-    if (of.table < 0 || of.table >= num_tables)
-        refuse(feature_text(f) + ": there is no table number " + std::to_string(of.table) + " of " +
+void need_feature(const Feature& feature, int64_t f, int64_t num_tables, int64_t& num_keys) {
+    need_few_keys(feature.num_keys, "num_keys of a feature");
+    need_few_keys(num_keys += feature.num_keys, "number of occurrences");
+    if (feature.table < 0 || feature.table >= num_tables)
+        refuse(feature_text(f) + ": there is no table number " + std::to_string(feature.table) + " of " +
                std::to_string(num_tables));
 }
 
@@ -219,14 +219,14 @@ nestpipe_status nestpipe_owner_dedup(const int64_t* keys, int64_t num_keys, cons
 
 nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_t num_keys, int64_t num_parts, int32_t which,
                                         const int64_t* rank_counts, int64_t num_ranks, int64_t own_rank,
-                                        int64_t* places, int64_t num_rooms, int64_t* offsets, int64_t* counts) {
+                                        int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts) {
     return guarded([&] {
         need_few_keys(num_keys, "num_keys");
         need_range(num_parts, 1, NESTPIPE_MAX_PARTS, "num_parts");
         need_range(num_ranks, 1, NESTPIPE_NUM_BUCKETS, "num_ranks");
         need_range(own_rank, 0, num_ranks - 1, "own_rank");
         need_range(which, NESTPIPE_FIRST_PART, NESTPIPE_ALL_PARTS, "which");
-        need_count(num_rooms, "num_rooms");
+        need_count(capacity, "capacity");
         need_array(uses, num_keys, "uses");
         need(rank_counts, "rank_counts");
         need(offsets, "offsets");
@@ -243,7 +243,7 @@ nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_t num_keys, i
                    std::to_string(num_keys));
         exchange_lists(
             {uses, num_keys, num_parts, static_cast<nestpipe_which_parts>(which), rank_counts, num_ranks, own_rank},
-            places, num_rooms, offsets, counts);
+            places, capacity, offsets, counts);
     });
 }
 

@@ -1,4 +1,4 @@
-// The C boundary of what works on rows: grouping by row, pooling, row optimizers.
+// The C boundary of operations on rows: grouping by row, pooling, row optimizers.
 #include <algorithm>
 
 #include "boundary.hpp"
@@ -21,45 +21,47 @@ void need_offsets(const int64_t* offsets, int64_t num_samples, int64_t num_occur
         refuse(what + ": offsets do not rise from 0 to num_occurrences");
 }
 
-void check_occurrences(const nestpipe_occurrences* of, int64_t stride) {
-    need(of, "occurrences");
-    need_count(of->num_occurrences, "num_occurrences");
-    need_count(of->num_samples, "num_samples");
-    need_count(of->num_rows, "num_rows");
-    need_array(of->index, of->num_occurrences, "index");
-    if (of->dtype != NESTPIPE_FLOAT32 && of->dtype != NESTPIPE_FLOAT64) refuse("pool: unknown dtype");
-    if (of->dim < 1 || stride < of->dim) refuse("pool: needs 1 <= dim <= stride");
-    const auto is_row = [of](int64_t row) { return row >= 0 && row <= of->num_rows; };
-    if (!std::all_of(of->index, of->index + of->num_occurrences, is_row)) refuse("pool: index is not 0 .. num_rows");
-    need_offsets(of->offsets, of->num_samples, of->num_occurrences, "pool");
+void check_occurrences(const nestpipe_occurrences* occurrences, int64_t stride) {
+    need(occurrences, "occurrences");
+    need_count(occurrences->num_occurrences, "num_occurrences");
+    need_count(occurrences->num_samples, "num_samples");
+    need_count(occurrences->num_rows, "num_rows");
+    need_array(occurrences->index, occurrences->num_occurrences, "index");
+    if (occurrences->dtype != NESTPIPE_FLOAT32 && occurrences->dtype != NESTPIPE_FLOAT64) refuse("pool: unknown dtype");
+    if (occurrences->dim < 1 || stride < occurrences->dim) refuse("pool: needs 1 <= dim <= stride");
+    const auto is_row = [occurrences](int64_t row) { return row >= 0 && row <= occurrences->num_rows; };
+    if (!std::all_of(occurrences->index, occurrences->index + occurrences->num_occurrences, is_row))
+        refuse("pool: index is not 0 .. num_rows");
+    need_offsets(occurrences->offsets, occurrences->num_samples, occurrences->num_occurrences, "pool");
 }
 
 template <typename Real>
-Occurrences<Real> as(const nestpipe_occurrences& of) {
-    return {of.index, of.offsets, static_cast<const Real*>(of.weights), of.num_samples, of.num_rows, of.dim};
+Occurrences<Real> as(const nestpipe_occurrences& occurrences) {
+    return {occurrences.index,       occurrences.offsets,  static_cast<const Real*>(occurrences.weights),
+            occurrences.num_samples, occurrences.num_rows, occurrences.dim};
 }
 
-// `columns` of state.
-void check_update(const nestpipe_row_update* of, int64_t columns, int32_t num_threads) {
-    need_count(of->num_rows, "num_rows");
-    need_array(of->rows, of->num_rows, "rows");
-    need_array(of->state, of->num_rows, "state");
-    need_array(of->gradient, of->num_rows, "gradient");
+// columns: of row state.
+void check_update(const nestpipe_row_update* update, int64_t columns, int32_t num_threads) {
+    need_count(update->num_rows, "num_rows");
+    need_array(update->rows, update->num_rows, "rows");
+    need_array(update->state, update->num_rows, "state");
+    need_array(update->gradient, update->num_rows, "gradient");
     need_threads(num_threads);
-    if (of->dtype != NESTPIPE_FLOAT32 && of->dtype != NESTPIPE_FLOAT64) refuse("row update: unknown dtype");
-    if (of->dim < 1 || of->row_stride < of->dim || of->state_stride < columns)
+    if (update->dtype != NESTPIPE_FLOAT32 && update->dtype != NESTPIPE_FLOAT64) refuse("row update: unknown dtype");
+    if (update->dim < 1 || update->row_stride < update->dim || update->state_stride < columns)
         refuse("row update: rows or states overlap");
 }
 
 template <typename Real>
-RowUpdate<Real> as(const nestpipe_row_update& of) {
-    return {static_cast<Real*>(of.rows),
-            static_cast<Real*>(of.state),
-            static_cast<const Real*>(of.gradient),
-            of.num_rows,
-            of.dim,
-            of.row_stride,
-            of.state_stride};
+RowUpdate<Real> as(const nestpipe_row_update& update) {
+    return {static_cast<Real*>(update.rows),
+            static_cast<Real*>(update.state),
+            static_cast<const Real*>(update.gradient),
+            update.num_rows,
+            update.dim,
+            update.row_stride,
+            update.state_stride};
 }
 
 }  // namespace
@@ -80,56 +82,58 @@ nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t num_occurren
     });
 }
 
-nestpipe_status nestpipe_pool(const nestpipe_occurrences* of, const void* rows, void* out, int64_t stride,
+nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrences, const void* rows, void* out, int64_t stride,
                               int32_t num_threads) {
     return guarded([&] {
-        check_occurrences(of, stride);
-        need_array(rows, of->num_rows, "rows");
-        need_array(out, of->num_samples, "out");
+        check_occurrences(occurrences, stride);
+        need_array(rows, occurrences->num_rows, "rows");
+        need_array(out, occurrences->num_samples, "out");
         need_threads(num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            pool(as<float>(*of), static_cast<const float*>(rows), static_cast<float*>(out), stride, num_threads);
+        if (occurrences->dtype == NESTPIPE_FLOAT32)
+            pool(as<float>(*occurrences), static_cast<const float*>(rows), static_cast<float*>(out), stride,
+                 num_threads);
         else
-            pool(as<double>(*of), static_cast<const double*>(rows), static_cast<double*>(out), stride, num_threads);
+            pool(as<double>(*occurrences), static_cast<const double*>(rows), static_cast<double*>(out), stride,
+                 num_threads);
     });
 }
 
-nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* of, const void* gradient, int64_t stride,
+nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient, int64_t stride,
                                        void* row_gradients, int32_t num_threads) {
     return guarded([&] {
-        check_occurrences(of, stride);
-        need_array(gradient, of->num_samples, "gradient");
-        need_array(row_gradients, of->num_rows, "row_gradients");
+        check_occurrences(occurrences, stride);
+        need_array(gradient, occurrences->num_samples, "gradient");
+        need_array(row_gradients, occurrences->num_rows, "row_gradients");
         need_threads(num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            pool_backward(as<float>(*of), static_cast<const float*>(gradient), stride,
+        if (occurrences->dtype == NESTPIPE_FLOAT32)
+            pool_backward(as<float>(*occurrences), static_cast<const float*>(gradient), stride,
                           static_cast<float*>(row_gradients), num_threads);
         else
-            pool_backward(as<double>(*of), static_cast<const double*>(gradient), stride,
+            pool_backward(as<double>(*occurrences), static_cast<const double*>(gradient), stride,
                           static_cast<double*>(row_gradients), num_threads);
     });
 }
 
-nestpipe_status nestpipe_adagrad(const nestpipe_row_update* of, double lr, double eps, int32_t num_threads) {
+nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps, int32_t num_threads) {
     return guarded([&] {
-        need(of, "update");
-        check_update(of, of->dim, num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            adagrad(as<float>(*of), static_cast<float>(lr), static_cast<float>(eps), num_threads);
+        need(update, "update");
+        check_update(update, update->dim, num_threads);
+        if (update->dtype == NESTPIPE_FLOAT32)
+            adagrad(as<float>(*update), static_cast<float>(lr), static_cast<float>(eps), num_threads);
         else
-            adagrad(as<double>(*of), lr, eps, num_threads);
+            adagrad(as<double>(*update), lr, eps, num_threads);
     });
 }
 
-nestpipe_status nestpipe_adam(const nestpipe_row_update* of, double beta1, double beta2, double step_size, double eps,
-                              int32_t num_threads) {
+nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2, double step_size,
+                              double eps, int32_t num_threads) {
     return guarded([&] {
-        need(of, "update");
-        check_update(of, 2 * of->dim, num_threads);
-        if (of->dtype == NESTPIPE_FLOAT32)
-            adam(as<float>(*of), Decay<float>(beta1), Decay<float>(beta2), static_cast<float>(step_size),
+        need(update, "update");
+        check_update(update, 2 * update->dim, num_threads);
+        if (update->dtype == NESTPIPE_FLOAT32)
+            adam(as<float>(*update), Decay<float>(beta1), Decay<float>(beta2), static_cast<float>(step_size),
                  static_cast<float>(eps), num_threads);
         else
-            adam(as<double>(*of), Decay<double>(beta1), Decay<double>(beta2), step_size, eps, num_threads);
+            adam(as<double>(*update), Decay<double>(beta1), Decay<double>(beta2), step_size, eps, num_threads);
     });
 }

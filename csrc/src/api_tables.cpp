@@ -137,15 +137,15 @@ nestpipe_status nestpipe_table_sizes(nestpipe_store* store, const int32_t* table
 }
 
 nestpipe_status nestpipe_match_tables(const int64_t* before, int64_t num_before, const int64_t* before_offsets,
-                                      const int64_t* here, int64_t num_here, const int64_t* here_offsets,
+                                      const int64_t* keys, int64_t num_keys, const int64_t* key_offsets,
                                       int64_t num_tables, int64_t* places, int32_t num_threads) {
     return guarded([&] {
         need_offsets(before_offsets, num_tables, num_before, "before_offsets");
-        need_offsets(here_offsets, num_tables, num_here, "here_offsets");
+        need_offsets(key_offsets, num_tables, num_keys, "key_offsets");
         need_array(before, num_before, "before");
-        need_array(here, num_here, "here");
-        need_array(places, num_here, "places");
+        need_array(keys, num_keys, "keys");
+        need_array(places, num_keys, "places");
         need_threads(num_threads);
-        match_tables(before, before_offsets, here, here_offsets, num_tables, places, num_threads);
+        match_tables(before, before_offsets, keys, key_offsets, num_tables, places, num_threads);
     });
 }

@@ -1,4 +1,4 @@
-// Where records live: blocks of address space that never move, and a step number beside each record.
+// The memory of records: blocks of address space that never move, and a step number for each record.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What every function of the C boundary does: check its arguments, turn exceptions into status codes and text.
+// Common parts of all functions of the C boundary: check arguments, turn exceptions into status codes and text.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace nestpipe {
 
-inline thread_local char last_error[1024];  // not a string: saying that memory ran out must not need memory
+inline thread_local char last_error[1024];  // not a string: reporting that memory ran out must not need memory
 
 inline void say(const char* text) noexcept { std::snprintf(last_error, sizeof last_error, "%s", text); }
 

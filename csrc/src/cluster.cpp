@@ -17,10 +17,10 @@ constexpr int kRefinements = 2;
 constexpr size_t kHashes = 3;
 constexpr double kEndCost = 0.45;          // of the first and of the last part, as a share of a part between
 constexpr double kMostOverload = 1.05;     // of a part between, as a share of its target
-constexpr double kSmallestExtent = 1e-30;  // of a vector that still says something
+constexpr double kSmallestExtent = 1e-30;  // of a vector that is not just rounding errors
 constexpr size_t kLanes = 8;               // parts that are counted together
 
-// The keys that a sample has in common with others; its other keys bind it to nothing. A sample names a key once.
+// The keys that a sample shares with others; its other keys do not connect it to any. A sample has a key once.
 struct SharedKeys {
     size_t num_samples, num_keys;
     std::vector<uint32_t> begin, keys;  // sample s has keys[begin[s] .. begin[s + 1])
@@ -63,7 +63,7 @@ struct Plan {
 struct Workspace {
     SharedKeys shared;
     std::vector<Seen> seen;
-    std::vector<double> of_sample, of_key;
+    std::vector<double> sample_values, key_values;
     std::vector<uint64_t> hashes;
     std::vector<Ranked> order, by_rarity;
     std::vector<uint8_t> at_end;
@@ -127,43 +127,45 @@ void keep_shared(SharedKeys& shared, std::vector<Seen>& seen) {
 }
 
 // Mean 0, where a sample counts as often as it has shared keys, and largest element 1. False: there is nothing left.
-bool centre(const SharedKeys& shared, std::vector<double>& of_sample) {
+bool centre(const SharedKeys& shared, std::vector<double>& sample_values) {
     double sum = 0, largest = 0;
-    for (size_t s = 0; s < shared.num_samples; ++s) sum += static_cast<double>(shared.count(s)) * of_sample[s];
+    for (size_t s = 0; s < shared.num_samples; ++s) sum += static_cast<double>(shared.count(s)) * sample_values[s];
     const double mean = sum / static_cast<double>(shared.begin[shared.num_samples]);
     for (size_t s = 0; s < shared.num_samples; ++s) {
-        of_sample[s] = shared.count(s) == 0 ? 0 : of_sample[s] - mean;
-        largest = std::max(largest, std::fabs(of_sample[s]));
+        sample_values[s] = shared.count(s) == 0 ? 0 : sample_values[s] - mean;
+        largest = std::max(largest, std::fabs(sample_values[s]));
     }
     if (!(largest > kSmallestExtent)) return false;
-    for (double& value : of_sample) value /= largest;
+    for (double& value : sample_values) value /= largest;
     return true;
 }
 
 // A number for each sample, close for samples that share keys: the second eigenvector of going from a sample to one of
 // its keys and on to a sample that has it, approached by iteration.
-void spectrum(const SharedKeys& shared, uint64_t seed, std::vector<double>& of_sample, std::vector<double>& of_key) {
-    of_sample.resize(shared.num_samples);
+void spectrum(const SharedKeys& shared, uint64_t seed, std::vector<double>& sample_values,
+              std::vector<double>& key_values) {
+    sample_values.resize(shared.num_samples);
     for (size_t s = 0; s < shared.num_samples; ++s)
-        of_sample[s] = static_cast<double>(mix64(mix64(seed) + s) >> 11) * 0x1p-52 - 1.0;
-    for (int i = 0; i < kIterations && centre(shared, of_sample); ++i) {
-        of_key.assign(shared.num_keys, 0.0);
+        sample_values[s] = static_cast<double>(mix64(mix64(seed) + s) >> 11) * 0x1p-52 - 1.0;
+    for (int i = 0; i < kIterations && centre(shared, sample_values); ++i) {
+        key_values.assign(shared.num_keys, 0.0);
         for (size_t s = 0; s < shared.num_samples; ++s) {
-            const double value = of_sample[s];
-            shared.each(s, [&](uint32_t key) { of_key[key] += value; });
+            const double value = sample_values[s];
+            shared.each(s, [&](uint32_t key) { key_values[key] += value; });
         }
-        for (size_t key = 0; key < shared.num_keys; ++key) of_key[key] /= shared.uses[key];
+        for (size_t key = 0; key < shared.num_keys; ++key) key_values[key] /= shared.uses[key];
         for (size_t s = 0; s < shared.num_samples; ++s) {
             double sum = 0;
-            shared.each(s, [&](uint32_t key) { sum += of_key[key]; });
-            if (shared.count(s) > 0) of_sample[s] = sum / static_cast<double>(shared.count(s));
+            shared.each(s, [&](uint32_t key) { sum += key_values[key]; });
+            if (shared.count(s) > 0) sample_values[s] = sum / static_cast<double>(shared.count(s));
         }
     }
 }
 
 void order_by_spectrum(uint64_t seed, Workspace& work) {
-    spectrum(work.shared, seed, work.of_sample, work.of_key);
-    for (size_t s = 0; s < work.shared.num_samples; ++s) work.order[s] = {work.of_sample[s], static_cast<uint32_t>(s)};
+    spectrum(work.shared, seed, work.sample_values, work.key_values);
+    for (size_t s = 0; s < work.shared.num_samples; ++s)
+        work.order[s] = {work.sample_values[s], static_cast<uint32_t>(s)};
     std::sort(work.order.begin(), work.order.end());
 }
 
@@ -183,8 +185,8 @@ void order_by_minhash(uint64_t seed, Workspace& work) {
     for (size_t s = 0; s < shared.num_samples; ++s) work.order[s] = {0.0, static_cast<uint32_t>(s)};
     std::sort(work.order.begin(), work.order.end(), [&](const Ranked& a, const Ranked& b) {
         for (size_t h = 0; h < kHashes; ++h) {
-            const uint64_t of_a = smallest[a.sample * kHashes + h], of_b = smallest[b.sample * kHashes + h];
-            if (of_a != of_b) return of_a < of_b;
+            const uint64_t hash_a = smallest[a.sample * kHashes + h], hash_b = smallest[b.sample * kHashes + h];
+            if (hash_a != hash_b) return hash_a < hash_b;
         }
         return a.sample < b.sample;
     });
@@ -241,9 +243,9 @@ void cut_into_parts(const nestpipe_batch& batch, size_t num_parts, Workspace& wo
     set_targets(total, num_parts, work.shared.num_samples, work.plan);
     work.at_end.assign(work.shared.num_samples, 0);
     if (!has_ends(num_parts)) return cut(batch, 0, total, {0, 1, num_parts}, work);
-    const double of_ends = choose_ends(batch, 2 * work.plan.target[0], work);
-    cut(batch, 1, of_ends, {0, num_parts - 1, 2}, work);
-    cut(batch, 0, total - of_ends, {1, 1, num_parts - 2}, work);
+    const double end_cost = choose_ends(batch, 2 * work.plan.target[0], work);
+    cut(batch, 1, end_cost, {0, num_parts - 1, 2}, work);
+    cut(batch, 0, total - end_cost, {1, 1, num_parts - 2}, work);
 }
 
 // Moves samples, one after the other, to the part that has most of their shared keys already. A part that is fuller

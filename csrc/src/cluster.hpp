@@ -1,4 +1,4 @@
-// Parts of a batch that share few keys: which samples go together into a micro-batch.
+// Clustering: chooses the samples of each part of a batch, so that parts share few keys.
 #pragma once
 
 #include <cstdint>

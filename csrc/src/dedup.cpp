@@ -29,24 +29,24 @@ class Numbering : public KeyLines {
 
     int64_t num_unique() const { return static_cast<int64_t>(num_unique_); }
 
-    // The number of the key, known or new. The table must have room. Where nearly every key is new, a branch says so;
-    // elsewhere no processor can predict it, and new and known keys run the same instructions.
+    // The number of the key, known or new. The table must have room. If nearly every key is new, a branch is cheap;
+    // otherwise no processor can predict it, and new and known keys run the same instructions.
     template <bool kMostlyNew>
     NESTPIPE_INLINE uint64_t number(int64_t key, Start at) {
-        unique_[num_unique_] = key;  // so that a new key, too, is found there
+        unique_[num_unique_] = key;  // so that a new key compares equal too
         for (Line* line = at.line;; line = next(line))
             for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
                 const int slot = __builtin_ctz(mask);
-                const uint64_t there = line->number_plus_one[slot];
-                if (kMostlyNew && there == 0) {
+                const uint64_t slot_number = line->number_plus_one[slot];
+                if (kMostlyNew && slot_number == 0) {
                     line->tag[slot] = at.tag;
                     line->number_plus_one[slot] = static_cast<uint32_t>(num_unique_ + 1);
                     return num_unique_++;
                 }
-                const uint64_t if_new = uint64_t{0} - (there == 0);  // all bits, or none
-                const uint64_t plus_one = there | ((num_unique_ + 1) & if_new);
+                const uint64_t if_new = uint64_t{0} - (slot_number == 0);  // all bits, or none
+                const uint64_t plus_one = slot_number | ((num_unique_ + 1) & if_new);
                 if (unique_[plus_one - 1] != key) continue;  // another key with this tag
-                // A known key is written to a line nobody reads: to write it again would stall the next reader.
+                // A known key is written to a spare line: writing it to its own line again would stall the next reader.
                 Line* target = choose(if_new, line, lines_ + num_lines_);
                 target->tag[slot] = at.tag;
                 target->number_plus_one[slot] = static_cast<uint32_t>(plus_one);
@@ -149,14 +149,14 @@ std::vector<Stretch> cut_into_stretches(int64_t num_keys, int64_t num_stretches,
 void find_first_places(const std::vector<Stretch>& stretches, const Stretch& stretch, uint32_t* places,
                        int32_t num_threads) {
     parallel_for(stretch.num_unique(), kGrain, num_threads, [&](int64_t begin, int64_t end) {
-        uint32_t* found = places + stretch.begin() + begin;
-        std::fill(found, found + (end - begin), kNoNumber);
+        uint32_t* next = places + stretch.begin() + begin;
+        std::fill(next, next + (end - begin), kNoNumber);
         for (const Stretch& earlier : stretches) {
             if (earlier.begin() == stretch.begin()) break;
-            earlier.find_places(stretch.uniques() + begin, end - begin, found);
+            earlier.find_places(stretch.uniques() + begin, end - begin, next);
         }
         for (int64_t i = begin; i < end; ++i)
-            if (*found++ == kNoNumber) found[-1] = static_cast<uint32_t>(stretch.begin() + i);
+            if (*next++ == kNoNumber) next[-1] = static_cast<uint32_t>(stretch.begin() + i);
     });
 }
 
@@ -165,7 +165,7 @@ int64_t number_places(const Stretch& stretch, uint32_t* places, int64_t* unique,
     for (int64_t i = 0; i < stretch.num_unique(); ++i) {
         const int64_t place = stretch.begin() + i;
         const bool is_new = places[place] == place;
-        const uint32_t known = places[places[place]];  // of no meaning for a new one
+        const uint32_t known = places[places[place]];  // meaningless for a new one
         unique[num_unique] = stretch.uniques()[i];
         places[place] = is_new ? static_cast<uint32_t>(num_unique) : known;
         num_unique += is_new;

@@ -1,4 +1,4 @@
-// Which keys travel with which part.
+// Lists of the keys that travel with each part.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -11,8 +11,8 @@ namespace nestpipe {
 
 namespace {
 
-// use(part) for the first, the last or all parts whose bits are set, ascending. False if there is none. kBytes: how
-// many there are, or 0: num_bytes says so.
+// use(part) for the first, the last or all parts whose bits are set, ascending. False if there is none. kBytes: the
+// number of bytes, or 0 if num_bytes has it.
 template <nestpipe_which_parts kWhich, int64_t kBytes, typename Use>
 NESTPIPE_INLINE bool for_parts(const uint8_t* bits, int64_t num_bytes, Use&& use) {
     const int64_t count = kBytes != 0 ? kBytes : num_bytes;
@@ -33,38 +33,38 @@ NESTPIPE_INLINE bool for_parts(const uint8_t* bits, int64_t num_bytes, Use&& use
 }
 
 template <nestpipe_which_parts kWhich, int64_t kBytes>
-void list_parts(const ExchangeInput& input, int64_t* places, int64_t num_rooms, int64_t* offsets, int64_t* counts) {
+void list_parts(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts) {
     const int64_t num_bytes = (input.num_parts + 7) / 8, num_ranks = input.num_ranks;
-    std::vector<int64_t> of_rank(static_cast<size_t>(input.num_parts));
+    std::vector<int64_t> num_by_part(static_cast<size_t>(input.num_parts));
     std::fill(counts, counts + input.num_parts * num_ranks, 0);
     int64_t key = 0, own_begin = 0;
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
         if (rank == input.own_rank) own_begin = key;
         if (input.rank_counts[rank] == 0) continue;
-        std::fill(of_rank.begin(), of_rank.end(), 0);
+        std::fill(num_by_part.begin(), num_by_part.end(), 0);
         for (const int64_t end = key + input.rank_counts[rank]; key < end; ++key) {
             const bool any = for_parts<kWhich, kBytes>(input.uses + key * num_bytes, num_bytes,
-                                                       [&](int64_t part) { ++of_rank[static_cast<size_t>(part)]; });
+                                                       [&](int64_t part) { ++num_by_part[static_cast<size_t>(part)]; });
             if (!any && kWhich != NESTPIPE_ALL_PARTS) refuse("no part uses key " + std::to_string(key));
         }
         for (int64_t part = 0; part < input.num_parts; ++part)
-            counts[part * num_ranks + rank] = of_rank[static_cast<size_t>(part)];
+            counts[part * num_ranks + rank] = num_by_part[static_cast<size_t>(part)];
     }
     const int64_t own_end = own_begin + input.rank_counts[input.own_rank];
 
     offsets[0] = 0;
     for (int64_t part = 0; part < input.num_parts; ++part) {
-        int64_t* of_part = counts + part * num_ranks;
-        const int64_t num_own = of_part[input.own_rank];
-        of_part[input.own_rank] = 0;
+        int64_t* part_counts = counts + part * num_ranks;
+        const int64_t num_own = part_counts[input.own_rank];
+        part_counts[input.own_rank] = 0;
         int64_t num_others = 0;
-        for (int64_t rank = 0; rank < num_ranks; ++rank) num_others += of_part[rank];
+        for (int64_t rank = 0; rank < num_ranks; ++rank) num_others += part_counts[rank];
         offsets[2 * part + 1] = offsets[2 * part] + num_others;
         offsets[2 * part + 2] = offsets[2 * part + 1] + num_own;
     }
     if (places == nullptr) return;
-    if (offsets[2 * input.num_parts] > num_rooms)
-        refuse("places has room for " + std::to_string(num_rooms) + " of " +
+    if (offsets[2 * input.num_parts] > capacity)
+        refuse("places has room for " + std::to_string(capacity) + " of " +
                std::to_string(offsets[2 * input.num_parts]) + " keys");
 
     std::vector<int64_t> next(static_cast<size_t>(input.num_parts));
@@ -81,11 +81,11 @@ void list_parts(const ExchangeInput& input, int64_t* places, int64_t num_rooms, 
 }
 
 template <nestpipe_which_parts kWhich>
-void list_parts(const ExchangeInput& input, int64_t* places, int64_t num_rooms, int64_t* offsets, int64_t* counts) {
+void list_parts(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts) {
     if (input.num_parts <= 8)
-        list_parts<kWhich, 1>(input, places, num_rooms, offsets, counts);
+        list_parts<kWhich, 1>(input, places, capacity, offsets, counts);
     else
-        list_parts<kWhich, 0>(input, places, num_rooms, offsets, counts);
+        list_parts<kWhich, 0>(input, places, capacity, offsets, counts);
 }
 
 // Bits beyond the last part would be counted and listed beyond the ends of arrays.
@@ -101,15 +101,15 @@ void need_no_bits_beyond(const ExchangeInput& input) {
 
 }  // namespace
 
-void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t num_rooms, int64_t* offsets, int64_t* counts) {
+void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts) {
     need_no_bits_beyond(input);
     switch (input.which) {
         case NESTPIPE_FIRST_PART:
-            return list_parts<NESTPIPE_FIRST_PART>(input, places, num_rooms, offsets, counts);
+            return list_parts<NESTPIPE_FIRST_PART>(input, places, capacity, offsets, counts);
         case NESTPIPE_LAST_PART:
-            return list_parts<NESTPIPE_LAST_PART>(input, places, num_rooms, offsets, counts);
+            return list_parts<NESTPIPE_LAST_PART>(input, places, capacity, offsets, counts);
         case NESTPIPE_ALL_PARTS:
-            return list_parts<NESTPIPE_ALL_PARTS>(input, places, num_rooms, offsets, counts);
+            return list_parts<NESTPIPE_ALL_PARTS>(input, places, capacity, offsets, counts);
     }
 }
 

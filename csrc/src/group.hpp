@@ -24,7 +24,7 @@ inline bool group_by_row(const int64_t* index, int64_t num_occurrences, const in
         const int64_t begin = offsets == nullptr ? sample : offsets[sample];
         const int64_t end = offsets == nullptr ? sample + 1 : offsets[sample + 1];
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t entry = row_offsets[index[i]]++;  // padding comes last, where nobody looks
+            const int64_t entry = row_offsets[index[i]]++;  // padding comes last, behind all rows
             if (occurrences != nullptr) occurrences[entry] = i;
             if (samples != nullptr) samples[entry] = sample;
         }

@@ -25,8 +25,8 @@ class Index {
     // The number of the record of `place`, or kNoRow.
     uint32_t find(uint64_t place) const {
         const Position at = first_not_below(place);
-        const bool there = at.line->inverse[at.slot] == ~place;
-        return there ? at.line->row_plus_one[at.slot] - 1 : kNoRow;  // an empty slot has 0, and 0 - 1 is kNoRow
+        const bool has_place = at.line->inverse[at.slot] == ~place;
+        return has_place ? at.line->row_plus_one[at.slot] - 1 : kNoRow;  // an empty slot has 0, and 0 - 1 is kNoRow
     }
 
     void prefetch(uint64_t place) const { nestpipe::prefetch(lines_ + home(place)); }
@@ -83,7 +83,7 @@ class Index {
     }
     uint64_t home(uint64_t place) const { return home(place, num_lines_); }
 
-    // Where `place` is, or else where it would be inserted.
+    // The position of `place`, or else the one at which it would be inserted.
     Position first_not_below(uint64_t place) const {
         for (const Line* line = lines_ + home(place);; ++line)
             if (const int slot = line->count_below(place); slot < kSlots) return {line, slot};

@@ -1,4 +1,4 @@
-// A hash table from keys to their numbers, in memory of the caller's.
+// A hash table from keys to their numbers, in the caller's memory.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ inline uint64_t fold_hash(int64_t key) {
 }
 
 // A cache line of a hash table from keys to their numbers. A slot has 32 bits of the hash; the key itself, in the list
-// of distinct keys, settles the matter.
+// of distinct keys, decides.
 struct alignas(64) Line {
     uint32_t tag[8];
     uint32_t number_plus_one[8];  // 0: empty; a line is filled from its front
@@ -56,7 +56,7 @@ class KeyLines {
 
     void clear() { std::memset(static_cast<void*>(lines_), 0, num_lines_ * sizeof(Line)); }  // before all else
 
-    // Where the search for a key begins, and what to look for there.
+    // The line at which the search for a key begins, and the tag to look for.
     struct Start {
         Line* line;
         uint32_t tag;
@@ -72,9 +72,9 @@ class KeyLines {
     NESTPIPE_INLINE uint32_t find(int64_t key, Start at, const int64_t* keys) const {
         for (const Line* line = at.line;; line = next(line))
             for (unsigned mask = line->candidates(at.tag); mask != 0; mask &= mask - 1) {
-                const uint32_t there = line->number_plus_one[__builtin_ctz(mask)];
-                if (there == 0) return kNoNumber;
-                if (keys[there - 1] == key) return there - 1;
+                const uint32_t number_plus_one = line->number_plus_one[__builtin_ctz(mask)];
+                if (number_plus_one == 0) return kNoNumber;
+                if (keys[number_plus_one - 1] == key) return number_plus_one - 1;
             }
     }
 

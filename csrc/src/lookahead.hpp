@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-// For loops over small steps given as lambdas: once all is one function, what the steps count and look up again and
-// again stays in registers.
+// For loops over small steps given as lambdas: in a single function, values that the steps use again and again stay in
+// registers.
 #define NESTPIPE_INLINE inline __attribute__((always_inline))
 
 namespace nestpipe {
@@ -16,7 +16,7 @@ constexpr int64_t ring(int64_t i) { return i & (kRing - 1); }
 static_assert(kRing > kAhead);
 
 // Each item of [begin, end) goes through two steps, in order, kAhead items apart: what the first one prefetches has
-// arrived when the second one reads it. Item i may keep what it knows in place ring(i) of small arrays.
+// arrived when the second one reads it. Item i may keep its data in place ring(i) of small arrays.
 template <typename First, typename Second>
 NESTPIPE_INLINE void in_two_steps(int64_t begin, int64_t end, First&& first, Second&& second) {
     const int64_t ahead = std::min(kAhead, end - begin);
@@ -28,8 +28,8 @@ NESTPIPE_INLINE void in_two_steps(int64_t begin, int64_t end, First&& first, Sec
     for (int64_t i = end - ahead; i < end; ++i) second(i);
 }
 
-// The items of [0, count) that belong(i), in order, each through two steps. How threads share items by content: every
-// thread looks at all of them, cheaply, and handles its own.
+// The items of [0, count) that belong(i), in order, each through two steps. Threads share items by content in this way:
+// every thread looks at all of them, cheaply, and handles its own.
 template <typename Belongs, typename First, typename Second>
 NESTPIPE_INLINE void selected_in_two_steps(int64_t count, Belongs&& belongs, First&& first, Second&& second) {
     constexpr int64_t kSome = 1024;

@@ -1,5 +1,5 @@
-// A hash table for each list of keys before, one list after the other in one stretch of memory; then the keys here are
-// looked up. Threads share the lists in the first pass and the keys in the second.
+// Builds a hash table for each table's keys of `before`, one behind the other in one stretch of memory; then looks
+// `keys` up. Threads share the tables in the first pass and the keys in the second.
 #include <algorithm>
 #include <string>
 
@@ -13,11 +13,11 @@ namespace nestpipe {
 
 namespace {
 
-constexpr int64_t kKeyBytes = 256;  // to add or to find a key takes as long as to copy so many
+constexpr int64_t kKeyBytes = 256;  // adding or finding a key takes as long as copying this much
 
 thread_local Region match_memory;
 
-// The keys before, by table, and the hash tables over them.
+// The keys of `before`, by table, and the hash tables over them.
 class Before {
  public:
     Before(const int64_t* keys, const int64_t* offsets, int64_t num_tables)
@@ -30,14 +30,14 @@ class Before {
         const int64_t num_keys = offsets_[num_tables_], grain = grain_for(num_keys, kKeyBytes, num_threads);
         parallel_for(num_keys, grain, num_threads, [&](int64_t begin, int64_t end) {
             const int64_t* last = offsets_ + num_tables_;
-            const int64_t* first_of = std::lower_bound(offsets_, last, begin);  // the tables that begin in the piece
-            const int64_t* end_of = std::lower_bound(first_of, last, end);
-            for (int64_t t = first_of - offsets_; t < end_of - offsets_; ++t) add(t);
+            const int64_t* first_table = std::lower_bound(offsets_, last, begin);  // the tables that begin in the piece
+            const int64_t* end_table = std::lower_bound(first_table, last, end);
+            for (int64_t t = first_table - offsets_; t < end_table - offsets_; ++t) add(t);
         });
     }
 
     // places[i] for begin <= i < end, all of table t.
-    void find(int64_t t, const int64_t* here, int64_t begin, int64_t end, int64_t* places) const {
+    void find(int64_t t, const int64_t* keys, int64_t begin, int64_t end, int64_t* places) const {
         const int64_t first = offsets_[t];
         if (first == offsets_[t + 1]) {
             std::fill(places + begin, places + end, -1);
@@ -46,15 +46,15 @@ class Before {
         const KeyLines lines = lines_of(t);
         KeyLines::Start started[kRing];
         in_two_steps(
-            begin, end, [&](int64_t i) { started[ring(i)] = lines.start(here[i]); },
+            begin, end, [&](int64_t i) { started[ring(i)] = lines.start(keys[i]); },
             [&](int64_t i) {
-                const uint32_t number = lines.find(here[i], started[ring(i)], keys_ + first);
+                const uint32_t number = lines.find(keys[i], started[ring(i)], keys_ + first);
                 places[i] = number == kNoNumber ? -1 : first + number;
             });
     }
 
  private:
-    // Of table t: at least num_lines_for its keys come before the first line of the next table.
+    // The first line of table t. At least num_lines_for its keys come before that of the next table.
     int64_t first_line(int64_t t) const { return offsets_[t] / 5 + 2 * t; }
     KeyLines lines_of(int64_t t) const { return {lines_ + first_line(t), first_line(t + 1) - first_line(t)}; }
 
@@ -76,19 +76,19 @@ class Before {
 
 }  // namespace
 
-void match_tables(const int64_t* before, const int64_t* before_offsets, const int64_t* here,
-                  const int64_t* here_offsets, int64_t num_tables, int64_t* places, int32_t num_threads) {
+void match_tables(const int64_t* before, const int64_t* before_offsets, const int64_t* keys, const int64_t* key_offsets,
+                  int64_t num_tables, int64_t* places, int32_t num_threads) {
     if (before_offsets[num_tables] > kMostUniqueKeys)
         refuse("match of " + std::to_string(before_offsets[num_tables]) +
                " keys: at most 2^31 at a time; cut the batch");
     const Before known(before, before_offsets, num_tables);
     known.add_all(num_threads);
-    const int64_t num_here = here_offsets[num_tables];
-    parallel_for(num_here, grain_for(num_here, kKeyBytes, num_threads), num_threads, [&](int64_t begin, int64_t end) {
-        int64_t t = std::upper_bound(here_offsets, here_offsets + num_tables, begin) - here_offsets - 1;
+    const int64_t num_keys = key_offsets[num_tables];
+    parallel_for(num_keys, grain_for(num_keys, kKeyBytes, num_threads), num_threads, [&](int64_t begin, int64_t end) {
+        int64_t t = std::upper_bound(key_offsets, key_offsets + num_tables, begin) - key_offsets - 1;
         for (; begin < end; ++t) {
-            const int64_t last = std::min(end, here_offsets[t + 1]);
-            if (begin < last) known.find(t, here, begin, last, places);
+            const int64_t last = std::min(end, key_offsets[t + 1]);
+            if (begin < last) known.find(t, keys, begin, last, places);
             begin = last;
         }
     });

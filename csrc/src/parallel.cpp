@@ -38,8 +38,7 @@ class Pool {
             std::lock_guard lock(mutex_);
             start_threads(num_helpers);
             for (int32_t i = 0; i < num_helpers; ++i) waiting_.push_back(&loop);
-        } catch (
-            const std::exception&) {  // no thread or no memory to be had: fewer helpers, or none, and the same work
+        } catch (const std::exception&) {  // no thread or no memory: fewer helpers, and the same work
         }
         wake_.notify_all();
         loop.work();

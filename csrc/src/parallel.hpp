@@ -12,11 +12,11 @@ namespace nestpipe {
 void parallel_for(int64_t count, int64_t grain, int32_t num_threads,
                   const std::function<void(int64_t begin, int64_t end)>& body);
 
-// How many items a thread takes at a time when each touches item_bytes of memory: several pieces a thread, so that all
-// end at about the same time; all at once where to wake other threads would take as long as the work.
+// The number of items that a thread takes at a time, if each touches item_bytes of memory: several pieces per thread,
+// so that all end at about the same time; all items if waking other threads would take as long as the work.
 int64_t grain_for(int64_t count, int64_t item_bytes, int32_t num_threads);
 
-// How many threads that work is worth, 1 .. num_threads.
+// The number of threads that the work is worth, 1 .. num_threads.
 int32_t threads_for(int64_t count, int64_t item_bytes, int32_t num_threads);
 
 }  // namespace nestpipe

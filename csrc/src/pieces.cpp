@@ -54,16 +54,16 @@ int64_t Table::count(int64_t first_bucket, int64_t end_bucket) const {
 }
 
 // Within a bucket the index has the order of the hashes already, so sorting by bucket, stably, sorts by hash.
-int64_t Table::export_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_rooms, int64_t* keys, char* records,
+int64_t Table::export_piece(int64_t first_bucket, int64_t end_bucket, int64_t capacity, int64_t* keys, char* records,
                             int64_t* steps) const {
     std::vector<int64_t> next(static_cast<size_t>(end_bucket - first_bucket) + 1, 0);
-    std::vector<uint32_t> rows(static_cast<size_t>(num_rooms));
+    std::vector<uint32_t> rows(static_cast<size_t>(capacity));
     ReadLock lock(mutex_);
     for_each_of(first_bucket, end_bucket, [&](int64_t b, uint64_t, uint32_t) { ++next[static_cast<size_t>(b) + 1]; });
     std::partial_sum(next.begin(), next.end(), next.begin());
     const int64_t num_rows = next.back();
-    if (num_rows > num_rooms)
-        throw Error(NESTPIPE_CHANGED, "export from table '" + name_ + "': room for " + std::to_string(num_rooms) +
+    if (num_rows > capacity)
+        throw Error(NESTPIPE_CHANGED, "export from table '" + name_ + "': room for " + std::to_string(capacity) +
                                           " rows, but buckets [" + std::to_string(first_bucket) + ", " +
                                           std::to_string(end_bucket) + ") hold " + std::to_string(num_rows) +
                                           "; count again");
@@ -91,7 +91,7 @@ void Table::import_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_r
     for (int64_t i = 0; i < num_rows; ++i) {
         const int64_t bucket = bucket_of_hash(hash_key(keys[i], salt_));
         if (bucket < first_bucket || bucket >= end_bucket)
-            refuse("import into table '" + name_ + "': key " + std::to_string(keys[i]) + " is of bucket " +
+            refuse("import into table '" + name_ + "': key " + std::to_string(keys[i]) + " is in bucket " +
                    std::to_string(bucket) + ", outside [" + std::to_string(first_bucket) + ", " +
                    std::to_string(end_bucket) + "); was the piece exported from a table of another name?");
         if (steps[i] < 0)

@@ -121,17 +121,17 @@ class Dedup {
     int64_t keep(int64_t table) {
         int64_t* kept = keys_ + starts_[at(table)];
         for (int64_t f = first_features_[at(table)]; f < first_features_[at(table) + 1]; ++f) {
-            const nestpipe_feature_keys& of = features_[f];
+            const nestpipe_feature_keys& feature = features_[f];
             kept_starts_[at(f)] = kept - keys_;
-            if (of.num_keys == 0) continue;
-            if (of.has_padding == 0) {
-                std::memcpy(kept, of.keys, at(of.num_keys) * sizeof *kept);
-                kept += of.num_keys;
+            if (feature.num_keys == 0) continue;
+            if (feature.has_padding == 0) {
+                std::memcpy(kept, feature.keys, at(feature.num_keys) * sizeof *kept);
+                kept += feature.num_keys;
                 continue;
             }
-            for (int64_t i = 0; i < of.num_keys; ++i) {  // never behind the end: i keys at most were kept before
-                *kept = of.keys[i];
-                kept += of.keys[i] != of.padding_key;
+            for (int64_t i = 0; i < feature.num_keys; ++i) {  // never behind the end: i keys at most were kept before
+                *kept = feature.keys[i];
+                kept += feature.keys[i] != feature.padding_key;
             }
         }
         return kept - keys_ - starts_[at(table)];
@@ -146,14 +146,15 @@ class Dedup {
     }
 
     void write_positions_of(int64_t f, int64_t* positions) const {
-        const nestpipe_feature_keys& of = features_[f];
+        const nestpipe_feature_keys& feature = features_[f];
         const int64_t* numbers = numbers_ + kept_starts_[at(f)];
-        const int32_t* places = places_ + starts_[at(of.table)];
-        if (of.has_padding == 0) {
-            for (int64_t i = 0; i < of.num_keys; ++i) positions[i] = places[numbers[i]];
+        const int32_t* places = places_ + starts_[at(feature.table)];
+        if (feature.has_padding == 0) {
+            for (int64_t i = 0; i < feature.num_keys; ++i) positions[i] = places[numbers[i]];
             return;
         }
-        for (int64_t i = 0; i < of.num_keys; ++i) positions[i] = of.keys[i] == of.padding_key ? -1 : places[*numbers++];
+        for (int64_t i = 0; i < feature.num_keys; ++i)
+            positions[i] = feature.keys[i] == feature.padding_key ? -1 : places[*numbers++];
     }
 
     const nestpipe_feature_keys* features_;
@@ -170,12 +171,12 @@ class Dedup {
 
 Outside find_outside(const nestpipe_feature_keys* features, int64_t num_features) {
     for (int64_t f = 0; f < num_features; ++f) {
-        const nestpipe_feature_keys& of = features[f];
-        if (of.key_limit <= 0) continue;
-        const auto limit = static_cast<uint64_t>(of.key_limit);
-        for (int64_t i = 0; i < of.num_keys; ++i) {
-            const bool is_padding = of.has_padding != 0 && of.keys[i] == of.padding_key;
-            if (static_cast<uint64_t>(of.keys[i]) >= limit && !is_padding) return {f, i};
+        const nestpipe_feature_keys& feature = features[f];
+        if (feature.key_limit <= 0) continue;
+        const auto limit = static_cast<uint64_t>(feature.key_limit);
+        for (int64_t i = 0; i < feature.num_keys; ++i) {
+            const bool is_padding = feature.has_padding != 0 && feature.keys[i] == feature.padding_key;
+            if (static_cast<uint64_t>(feature.keys[i]) >= limit && !is_padding) return {f, i};
         }
     }
     return {-1, -1};
@@ -190,12 +191,12 @@ int64_t dedup(const nestpipe_feature_keys* features, int64_t num_features, const
     return num_distinct;
 }
 
-int64_t owner_dedup(const int64_t* keys, const KeyCounts& of, int64_t* distinct, int64_t* slots, int64_t* table_counts,
-                    int32_t num_threads) {
-    const Runs runs = find_runs(of);
-    const std::vector<int64_t> starts = table_starts(runs, of.num_tables);
-    int64_t* by_table = scratch<int64_t>(key_memory, of.num_keys);
-    int64_t* numbers = scratch<int64_t>(number_memory, of.num_keys);
+int64_t owner_dedup(const int64_t* keys, const KeyCounts& key_counts, int64_t* distinct, int64_t* slots,
+                    int64_t* table_counts, int32_t num_threads) {
+    const Runs runs = find_runs(key_counts);
+    const std::vector<int64_t> starts = table_starts(runs, key_counts.num_tables);
+    int64_t* by_table = scratch<int64_t>(key_memory, key_counts.num_keys);
+    int64_t* numbers = scratch<int64_t>(number_memory, key_counts.num_keys);
 
     std::vector<int64_t> next = starts;
     const int64_t* key = keys;
@@ -224,9 +225,9 @@ int64_t owner_dedup(const int64_t* keys, const KeyCounts& of, int64_t* distinct,
     return first_slots.back();
 }
 
-void cluster_numbers(const KeyCounts& of, const int64_t* bases, int64_t* numbers) {
-    const Runs runs = find_runs(of);
-    std::vector<int64_t> next(bases, bases + of.num_tables);
+void cluster_numbers(const KeyCounts& key_counts, const int64_t* bases, int64_t* numbers) {
+    const Runs runs = find_runs(key_counts);
+    std::vector<int64_t> next(bases, bases + key_counts.num_tables);
     for (const Run& run : runs) {
         int64_t& number = next[static_cast<size_t>(run.table)];
         for_each_key(run, [&] { *numbers++ = number++; });

@@ -7,24 +7,24 @@
 
 namespace nestpipe {
 
-// The first occurrence of a key outside of its feature's limit; -1, -1: there is none.
+// The first occurrence of a key outside of its feature's limit; -1, -1 if there is none.
 struct Outside {
     int64_t feature, occurrence;
 };
 Outside find_outside(const nestpipe_feature_keys* features, int64_t num_features);
 
-// Arguments as in nestpipe_dedup, which has checked them. Returns how many keys are distinct.
+// Arguments as in nestpipe_dedup, which has checked them. Returns the number of distinct keys.
 int64_t dedup(const nestpipe_feature_keys* features, int64_t num_features, const uint64_t* salts, int64_t num_tables,
               int64_t world_size, int64_t* keys, int32_t* counts, int64_t* positions, int32_t num_threads);
 
-// Keys by (rank, table): how many.
+// The number of keys of each rank and table.
 struct KeyCounts {
     const int32_t* counts;
     int64_t num_ranks, num_tables;
     int64_t num_keys;  // refused if it is not the sum
 };
 
-// What nestpipe_split works on. All is checked but the sum of the counts and that every position occurs.
+// The input of nestpipe_split. All is checked except the sum of the counts, and that every position occurs.
 struct SplitInput {
     const nestpipe_feature_samples* features;
     int64_t num_features;
@@ -49,9 +49,9 @@ struct SplitOutput {
 
 void split(const SplitInput& input, const SplitOutput& output);
 
-// Arguments as in nestpipe_owner_dedup. Returns how many keys are distinct.
-int64_t owner_dedup(const int64_t* keys, const KeyCounts& of, int64_t* distinct, int64_t* slots, int64_t* table_counts,
-                    int32_t num_threads);
+// Arguments as in nestpipe_owner_dedup. Returns the number of distinct keys.
+int64_t owner_dedup(const int64_t* keys, const KeyCounts& key_counts, int64_t* distinct, int64_t* slots,
+                    int64_t* table_counts, int32_t num_threads);
 
 struct ExchangeInput {
     const uint8_t* uses;
@@ -62,9 +62,9 @@ struct ExchangeInput {
 };
 
 // Arguments as in nestpipe_exchange_lists.
-void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t num_rooms, int64_t* offsets, int64_t* counts);
+void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts);
 
 // Arguments as in nestpipe_cluster_numbers.
-void cluster_numbers(const KeyCounts& of, const int64_t* bases, int64_t* numbers);
+void cluster_numbers(const KeyCounts& key_counts, const int64_t* bases, int64_t* numbers);
 
 }  // namespace nestpipe

@@ -26,39 +26,40 @@ NESTPIPE_INLINE void add_times(Real* __restrict to, const Real* __restrict from,
 
 // use(row, occurrence) for each occurrence of a sample that is not padding, in order.
 template <typename Real, typename Use>
-NESTPIPE_INLINE void for_rows(const Occurrences<Real>& of, int64_t sample, Use&& use) {
-    for (int64_t i = of.first(sample), end = of.first(sample + 1); i < end; ++i)
-        if (of.index[i] != of.num_rows) use(of.index[i], i);
+NESTPIPE_INLINE void for_rows(const Occurrences<Real>& occurrences, int64_t sample, Use&& use) {
+    for (int64_t i = occurrences.first(sample), end = occurrences.first(sample + 1); i < end; ++i)
+        if (occurrences.index[i] != occurrences.num_rows) use(occurrences.index[i], i);
 }
 
-// Whether a sample is a copy of one row.
+// True if a sample is a copy of one row.
 template <typename Real>
-bool is_copy(const Occurrences<Real>& of, int64_t sample) {
-    const int64_t first = of.first(sample);
-    return of.weights == nullptr && of.first(sample + 1) == first + 1 && of.index[first] != of.num_rows;
+bool is_copy(const Occurrences<Real>& occurrences, int64_t sample) {
+    const int64_t first = occurrences.first(sample);
+    return occurrences.weights == nullptr && occurrences.first(sample + 1) == first + 1 &&
+           occurrences.index[first] != occurrences.num_rows;
 }
 
 }  // namespace
 
 template <typename Real>
-void pool(const Occurrences<Real>& of, const Real* rows, Real* out, int64_t stride, int32_t num_threads) {
-    const auto bytes = static_cast<uint64_t>(of.dim) * sizeof(Real);
-    // A large output with gaps is one that others fill: to read each of its lines before writing it costs most of all.
-    const Copy copy = copy_for(static_cast<uint64_t>(of.num_samples * stride) * sizeof(Real));
-    parallel_for(of.num_samples, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+void pool(const Occurrences<Real>& occurrences, const Real* rows, Real* out, int64_t stride, int32_t num_threads) {
+    const auto bytes = static_cast<uint64_t>(occurrences.dim) * sizeof(Real);
+    // Other features fill the gaps of a large output. Reading each of its lines before writing it would cost most.
+    const Copy copy = copy_for(static_cast<uint64_t>(occurrences.num_samples * stride) * sizeof(Real));
+    parallel_for(occurrences.num_samples, kGrain, num_threads, [&](int64_t begin, int64_t end) {
         for (int64_t sample = begin; sample < end; ++sample) {
             Real* sum = out + sample * stride;
-            if (is_copy(of, sample)) {
-                const Real* row = rows + of.index[of.first(sample)] * of.dim;
+            if (is_copy(occurrences, sample)) {
+                const Real* row = rows + occurrences.index[occurrences.first(sample)] * occurrences.dim;
                 copy(reinterpret_cast<char*>(sum), reinterpret_cast<const char*>(row), bytes);
                 continue;
             }
-            std::fill_n(sum, of.dim, Real{0});
-            for_rows(of, sample, [&](int64_t row, int64_t i) {
-                if (of.weights == nullptr)
-                    add(sum, rows + row * of.dim, of.dim);
+            std::fill_n(sum, occurrences.dim, Real{0});
+            for_rows(occurrences, sample, [&](int64_t row, int64_t i) {
+                if (occurrences.weights == nullptr)
+                    add(sum, rows + row * occurrences.dim, occurrences.dim);
                 else
-                    add_times(sum, rows + row * of.dim, of.weights[i], of.dim);
+                    add_times(sum, rows + row * occurrences.dim, occurrences.weights[i], occurrences.dim);
             });
         }
         finish_streaming();
@@ -67,29 +68,29 @@ void pool(const Occurrences<Real>& of, const Real* rows, Real* out, int64_t stri
 
 // Threads share the columns, so that each sum is one thread's.
 template <typename Real>
-void pool_backward(const Occurrences<Real>& of, const Real* gradient, int64_t stride, Real* row_gradients,
+void pool_backward(const Occurrences<Real>& occurrences, const Real* gradient, int64_t stride, Real* row_gradients,
                    int32_t num_threads) {
-    const int64_t share = (of.dim + num_threads - 1) / num_threads;
+    const int64_t share = (occurrences.dim + num_threads - 1) / num_threads;
     const int64_t grain = (share + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
-    parallel_for(of.dim, grain, num_threads, [&](int64_t begin, int64_t end) {
+    parallel_for(occurrences.dim, grain, num_threads, [&](int64_t begin, int64_t end) {
         const int64_t width = end - begin;
-        for (int64_t row = 0; row < of.num_rows; ++row)
-            std::fill_n(row_gradients + row * of.dim + begin, width, Real{0});
+        for (int64_t row = 0; row < occurrences.num_rows; ++row)
+            std::fill_n(row_gradients + row * occurrences.dim + begin, width, Real{0});
         const auto fetch = [&](int64_t sample) {
             prefetch_lines(reinterpret_cast<const char*>(gradient + sample * stride + begin),
                            static_cast<uint64_t>(width) * sizeof(Real));
         };
         const auto add_sample = [&](int64_t sample) {
             const Real* from = gradient + sample * stride + begin;
-            for_rows(of, sample, [&](int64_t row, int64_t i) {
-                Real* to = row_gradients + row * of.dim + begin;
-                if (of.weights == nullptr)
+            for_rows(occurrences, sample, [&](int64_t row, int64_t i) {
+                Real* to = row_gradients + row * occurrences.dim + begin;
+                if (occurrences.weights == nullptr)
                     add(to, from, width);
                 else
-                    add_times(to, from, of.weights[i], width);
+                    add_times(to, from, occurrences.weights[i], width);
             });
         };
-        in_two_steps(0, of.num_samples, fetch, add_sample);
+        in_two_steps(0, occurrences.num_samples, fetch, add_sample);
     });
 }
 

@@ -5,7 +5,7 @@
 
 namespace nestpipe {
 
-// Which rows a sample has. `index` is 0 .. num_rows, where num_rows is padding: no row.
+// The rows of each sample. `index` is 0 .. num_rows, where num_rows is padding: no row.
 template <typename Real>
 struct Occurrences {
     const int64_t* index;
@@ -20,12 +20,12 @@ struct Occurrences {
 
 // out: [num_samples, dim], a sample every `stride` elements.
 template <typename Real>
-void pool(const Occurrences<Real>& of, const Real* rows, Real* out, int64_t stride, int32_t num_threads);
+void pool(const Occurrences<Real>& occurrences, const Real* rows, Real* out, int64_t stride, int32_t num_threads);
 
 // The sum of each row's gradients in the order of its occurrences, whatever the number of threads.
 // gradient: [num_samples, dim], a sample every `stride` elements; row_gradients: [num_rows, dim], overwritten.
 template <typename Real>
-void pool_backward(const Occurrences<Real>& of, const Real* gradient, int64_t stride, Real* row_gradients,
+void pool_backward(const Occurrences<Real>& occurrences, const Real* gradient, int64_t stride, Real* row_gradients,
                    int32_t num_threads);
 
 }  // namespace nestpipe

@@ -1,4 +1,4 @@
-// Asking for memory before it is needed.
+// Prefetching: asks for memory before it is needed.
 #pragma once
 
 #include <cstdint>

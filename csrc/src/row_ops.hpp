@@ -1,4 +1,4 @@
-// Rows from one array to another: copied, added, summed.
+// Copies, adds and sums rows between arrays.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct RowsAt {
 void copy_rows(const RowsAt<const char>& from, const RowsAt<char>& to, int64_t count, int64_t row_bytes,
                int32_t num_threads);
 
-// target[i] += source[i], or 0 + source[i] where is_first[i]. Returns whether one of the results is NaN or its absolute
-// value above the limit, if that is asked for.
+// target[i] += source[i], or 0 + source[i] where is_first[i]. Returns whether a result is NaN or its absolute value
+// above the limit, if that is asked for.
 template <typename Real>
 bool add_rows(const RowsAt<char>& target, const RowsAt<const char>& source, const uint8_t* is_first, int64_t count,
               int64_t dim, bool with_limit, double limit, int32_t num_threads);

@@ -13,10 +13,11 @@ constexpr int64_t kGrain = 512;  // rows a thread takes at a time
 
 // update(row, state, gradient) for each row.
 template <typename Real, typename Update>
-void for_each_row(const RowUpdate<Real>& of, int32_t num_threads, Update&& update) {
-    parallel_for(of.num_rows, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+void for_each_row(const RowUpdate<Real>& arrays, int32_t num_threads, Update&& update) {
+    parallel_for(arrays.num_rows, kGrain, num_threads, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-            update(of.rows + i * of.row_stride, of.state + i * of.state_stride, of.gradient + i * of.dim);
+            update(arrays.rows + i * arrays.row_stride, arrays.state + i * arrays.state_stride,
+                   arrays.gradient + i * arrays.dim);
     });
 }
 
@@ -39,29 +40,31 @@ void with_divisor(Real eps, Work&& work) {
 }  // namespace
 
 template <typename Real>
-void adagrad(const RowUpdate<Real>& of, Real lr, Real eps, int32_t num_threads) {
+void adagrad(const RowUpdate<Real>& arrays, Real lr, Real eps, int32_t num_threads) {
     with_divisor(eps, [&](auto divisor) {
-        for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict state, const Real* g) {
-            for (int64_t c = 0; c < dim; ++c) {
-                state[c] += g[c] * g[c];
-                row[c] -= lr * g[c] / divisor(state[c]);
-            }
-        });
+        for_each_row(arrays, num_threads,
+                     [=, dim = arrays.dim](Real* __restrict row, Real* __restrict state, const Real* g) {
+                         for (int64_t c = 0; c < dim; ++c) {
+                             state[c] += g[c] * g[c];
+                             row[c] -= lr * g[c] / divisor(state[c]);
+                         }
+                     });
     });
 }
 
 template <typename Real>
-void adam(const RowUpdate<Real>& of, Decay<Real> of_first, Decay<Real> of_second, Real step_size, Real eps,
+void adam(const RowUpdate<Real>& arrays, Decay<Real> first_decay, Decay<Real> second_decay, Real step_size, Real eps,
           int32_t num_threads) {
     with_divisor(eps, [&](auto divisor) {
-        for_each_row(of, num_threads, [=, dim = of.dim](Real* __restrict row, Real* __restrict first, const Real* g) {
-            Real* __restrict second = first + dim;
-            for (int64_t c = 0; c < dim; ++c) {
-                first[c] = of_first.keep * first[c] + of_first.add * g[c];
-                second[c] = of_second.keep * second[c] + of_second.add * (g[c] * g[c]);
-                row[c] -= step_size * first[c] / divisor(second[c]);
-            }
-        });
+        for_each_row(arrays, num_threads,
+                     [=, dim = arrays.dim](Real* __restrict row, Real* __restrict first, const Real* g) {
+                         Real* __restrict second = first + dim;
+                         for (int64_t c = 0; c < dim; ++c) {
+                             first[c] = first_decay.keep * first[c] + first_decay.add * g[c];
+                             second[c] = second_decay.keep * second[c] + second_decay.add * (g[c] * g[c]);
+                             row[c] -= step_size * first[c] / divisor(second[c]);
+                         }
+                     });
     });
 }
 

@@ -13,14 +13,14 @@ struct RowUpdate {
     int64_t num_rows, dim, row_stride, state_stride;
 };
 
-// Where a divisor below is zero, which takes eps = 0, the row keeps its value: a gradient of zero that meets a state of
+// If a divisor below is zero, which takes eps = 0, the row keeps its value: a gradient of zero that meets a state of
 // zero changes nothing.
 
 // state += g^2; row -= lr * g / (sqrt(state) + eps)
 template <typename Real>
-void adagrad(const RowUpdate<Real>& of, Real lr, Real eps, int32_t num_threads);
+void adagrad(const RowUpdate<Real>& arrays, Real lr, Real eps, int32_t num_threads);
 
-// How a moment takes in a gradient: keep * moment + add * gradient.
+// Weights with which a moment is updated: keep * moment + add * gradient.
 template <typename Real>
 struct Decay {
     Real keep, add;
@@ -32,7 +32,7 @@ struct Decay {
 
 // state = (first, second moment); row -= step_size * first / (sqrt(second) + eps)
 template <typename Real>
-void adam(const RowUpdate<Real>& of, Decay<Real> first, Decay<Real> second, Real step_size, Real eps,
+void adam(const RowUpdate<Real>& arrays, Decay<Real> first_decay, Decay<Real> second_decay, Real step_size, Real eps,
           int32_t num_threads);
 
 }  // namespace nestpipe

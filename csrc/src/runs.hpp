@@ -16,7 +16,7 @@
 
 namespace nestpipe {
 
-// Of at most 16 bits.
+// The number of set bits among the lowest 16.
 constexpr unsigned count_bits(unsigned bits) {
     bits -= bits >> 1 & 0x5555u;
     bits = (bits & 0x3333u) + (bits >> 2 & 0x3333u);
@@ -24,17 +24,17 @@ constexpr unsigned count_bits(unsigned bits) {
     return (bits + (bits >> 8)) & 0x1fu;
 }
 
-// use(i) for every value that is not 0, in order. The first four of a block are noted without asking whether there are
-// as many: the processor could not predict it.
+// use(i) for every value that is not 0, in order. The first four of a block are written without a branch, even if there
+// are fewer: the processor could not predict it.
 template <typename Use>
 NESTPIPE_INLINE void for_each_nonzero(const int32_t* values, int64_t count, Use&& use) {
     int64_t i = 0;
 #if defined(__SSE2__)
     constexpr int64_t kBlock = 16, kSome = 512;
-    int64_t found[kSome + kBlock], num_found = 0;
+    int64_t indices[kSome + kBlock], num_indices = 0;
     const auto hand_on = [&] {
-        for (int64_t k = 0; k < num_found; ++k) use(found[k]);
-        num_found = 0;
+        for (int64_t k = 0; k < num_indices; ++k) use(indices[k]);
+        num_indices = 0;
     };
     const __m128i zero = _mm_setzero_si128();
     const auto is_zero = [&](int64_t at) {
@@ -46,11 +46,11 @@ NESTPIPE_INLINE void for_each_nonzero(const int32_t* values, int64_t count, Use&
         const auto mask = static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(front, back))) ^ 0xffffu;
         if (mask == 0) continue;
         unsigned left = mask | 0xf0000u;
-        for (int64_t k = 0; k < 4; ++k, left &= left - 1) found[num_found + k] = i + __builtin_ctz(left);
-        int64_t* more = found + num_found + 4;
+        for (int64_t k = 0; k < 4; ++k, left &= left - 1) indices[num_indices + k] = i + __builtin_ctz(left);
+        int64_t* more = indices + num_indices + 4;
         for (left &= 0xffffu; left != 0; left &= left - 1) *more++ = i + __builtin_ctz(left);
-        num_found += count_bits(mask);
-        if (num_found >= kSome) hand_on();
+        num_indices += count_bits(mask);
+        if (num_indices >= kSome) hand_on();
     }
     hand_on();
 #endif
@@ -70,29 +70,30 @@ struct Runs {
     const Run* end() const { return first + count; }
 };
 
-[[noreturn]] __attribute__((noinline)) inline void refuse_count(const KeyCounts& of, int64_t i) {
-    refuse("counts[" + std::to_string(i / of.num_tables) + ", " + std::to_string(i % of.num_tables) + "] is " +
-           std::to_string(of.counts[i]) + ": counts must not be negative, and their sum must be the number of keys, " +
-           std::to_string(of.num_keys));
+[[noreturn]] __attribute__((noinline)) inline void refuse_count(const KeyCounts& key_counts, int64_t i) {
+    refuse("counts[" + std::to_string(i / key_counts.num_tables) + ", " + std::to_string(i % key_counts.num_tables) +
+           "] is " + std::to_string(key_counts.counts[i]) +
+           ": counts must not be negative, and their sum must be the number of keys, " +
+           std::to_string(key_counts.num_keys));
 }
 
 // The entries of the matrix that are not 0, in memory that the thread's next call uses again.
-inline Runs find_runs(const KeyCounts& of) {
+inline Runs find_runs(const KeyCounts& key_counts) {
     thread_local Region memory;
-    Run* next = scratch<Run>(memory, of.num_keys);
+    Run* next = scratch<Run>(memory, key_counts.num_keys);
     const Run* first = next;
-    int64_t row = 0, left = of.num_keys;
+    int64_t row = 0, left = key_counts.num_keys;
     const auto note = [&](int64_t i) __attribute__((always_inline)) {
-        const int32_t count = of.counts[i];
-        while (i - row >= of.num_tables) row += of.num_tables;
-        if (count < 0 || count > left) refuse_count(of, i);
+        const int32_t count = key_counts.counts[i];
+        while (i - row >= key_counts.num_tables) row += key_counts.num_tables;
+        if (count < 0 || count > left) refuse_count(key_counts, i);
         left -= count;
         *next++ = {static_cast<int32_t>(i - row), count};
     };
-    for_each_nonzero(of.counts, of.num_ranks * of.num_tables, note);
+    for_each_nonzero(key_counts.counts, key_counts.num_ranks * key_counts.num_tables, note);
     if (left != 0)
-        refuse("the sum of counts is " + std::to_string(of.num_keys - left) + ", must be the number of keys, " +
-               std::to_string(of.num_keys));
+        refuse("the sum of counts is " + std::to_string(key_counts.num_keys - left) + ", must be the number of keys, " +
+               std::to_string(key_counts.num_keys));
     return {first, next - first};
 }
 

@@ -64,10 +64,10 @@ class Split {
 
  private:
     static constexpr int64_t kWord = 8;
-    // So many rows of a word, or keys of a sample, are written without asking whether there are as many, and the next
-    // ones over them: the processor could not predict the answer.
+    // This many rows of a word, or keys of a sample, are written even if there are fewer, and the next ones overwrite
+    // the surplus: the processor could not predict a branch.
     static constexpr int64_t kUnasked = 4;
-    static constexpr int64_t kBeyond = kWord + kUnasked;       // room for what is meant for no key
+    static constexpr int64_t kBeyond = kWord + kUnasked;       // room for the surplus
     static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);  // word_of_marks reads eight as one number
 
     void number_positions(Runs runs) {
@@ -89,14 +89,14 @@ class Split {
         const auto bit = static_cast<uint8_t>(1u << (part % 8));
         int64_t first_occurrence = 0;  // of the feature
         for (int64_t f = 0; f < input_.num_features; ++f) {
-            const int64_t* of = input_.features[f].offsets;
+            const int64_t* offsets = input_.features[f].offsets;
             *index_offsets_at(part, f) = num_entries_;
             *next_offset_++ = 0;
             if (input_.samples == nullptr) {
-                for (int64_t s = begin; s < end; ++s) *next_offset_++ = of[s + 1] - of[begin];
-                copy_range(first_occurrence + of[begin], first_occurrence + of[end], bit);
+                for (int64_t s = begin; s < end; ++s) *next_offset_++ = offsets[s + 1] - offsets[begin];
+                copy_range(first_occurrence + offsets[begin], first_occurrence + offsets[end], bit);
             } else {
-                copy_samples(begin, end, of, first_occurrence, bit);
+                copy_samples(begin, end, offsets, first_occurrence, bit);
             }
             first_occurrence += input_.features[f].num_keys;
         }
@@ -108,13 +108,13 @@ class Split {
     }
 
     // The samples in places [begin, end), of a feature whose occurrences start at first_occurrence.
-    void copy_samples(int64_t begin, int64_t end, const int64_t* of, int64_t first_occurrence, uint8_t bit) {
+    void copy_samples(int64_t begin, int64_t end, const int64_t* offsets, int64_t first_occurrence, uint8_t bit) {
         int64_t count = 0;
         for (int64_t place = begin; place < end; ++place) {
-            const int64_t s = input_.samples[place], num_keys = of[s + 1] - of[s];
+            const int64_t s = input_.samples[place], num_keys = offsets[s + 1] - offsets[s];
             int64_t* to = occurrences_ + count;
-            for (int64_t k = 0; k < kUnasked; ++k) to[k] = first_occurrence + of[s] + k;
-            for (int64_t k = kUnasked; k < num_keys; ++k) to[k] = first_occurrence + of[s] + k;
+            for (int64_t k = 0; k < kUnasked; ++k) to[k] = first_occurrence + offsets[s] + k;
+            for (int64_t k = kUnasked; k < num_keys; ++k) to[k] = first_occurrence + offsets[s] + k;
             *next_offset_++ = count += num_keys;
         }
         copy_entries(count, bit, [this](int64_t i) { return occurrences_[i]; });
@@ -147,7 +147,7 @@ class Split {
                 if (mask == 0) continue;
                 int64_t* positions = output_.row_positions + num_rows_;
                 uint8_t* is_first = output_.is_first + num_rows_;
-                unsigned left = mask | 0xf00u;  // what these four bits write is beyond the word, or written again
+                unsigned left = mask | 0xf00u;  // these four bits write beyond the word, or are overwritten
                 const auto list_next = [&](int64_t k) {
                     const int64_t number = begin + __builtin_ctz(left);
                     left &= left - 1;
@@ -167,7 +167,7 @@ class Split {
         }
     }
 
-    // Bit i: whether number begin + i has the mark.
+    // Bit i is set if number begin + i has the mark.
     unsigned word_of_marks(int64_t begin, int shift) const {
         uint64_t word;
         std::memcpy(&word, marks_ + begin, sizeof word);

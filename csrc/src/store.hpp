@@ -43,8 +43,7 @@ inline void need_step(const Table& table, int64_t step) {
         refuse("scatter into table '" + table.name() + "': step is " + std::to_string(step) + ", must be >= 0");
 }
 
-// An array of num_records records, `stride` elements apart, that may have places in it: without any, the i-th key has
-// record i.
+// Checks an array of num_records records, `stride` elements apart. Without places, the i-th key has record i.
 inline void need_records(const Table& table, const void* records, int64_t num_records, int64_t num_columns,
                          int64_t stride, const int64_t* places, int64_t num_keys, const char* what) {
     need_count(num_records, "size of the array");

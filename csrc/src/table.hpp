@@ -26,10 +26,10 @@ class Table {
     int64_t num_columns() const { return num_columns_; }
     int64_t item_bytes() const { return item_bytes_; }
 
-    // What each does, its arguments and its errors: nestpipe.h. Gather, scatter and find: tables.hpp.
+    // nestpipe.h describes these operations, tables.hpp declares gather, scatter and find.
     int64_t size() const;
     int64_t count(int64_t first_bucket, int64_t end_bucket) const;
-    int64_t export_piece(int64_t first_bucket, int64_t end_bucket, int64_t num_rooms, int64_t* keys, char* records,
+    int64_t export_piece(int64_t first_bucket, int64_t end_bucket, int64_t capacity, int64_t* keys, char* records,
                          int64_t* steps) const;
     void digest(uint8_t* sum, int32_t num_threads) const;
     nestpipe_memory_report memory() const;
@@ -52,7 +52,7 @@ class Table {
     template <typename Visit>
     void for_each_of(int64_t first_bucket, int64_t end_bucket, Visit&& visit) const;
 
-    // How far the table reached before a call inserted keys into it.
+    // Size of the table before a call inserted keys into it.
     struct Extent {
         int64_t num_used;
         size_t num_blocks;
@@ -63,7 +63,7 @@ class Table {
     uint32_t insert(uint64_t place);
     uint32_t take_row();
 
-    // What a call has inserted, taken back, last first; then the records that it took from the end.
+    // Take back what a call has inserted, last first; then the records that it took from the end.
     void undo_insert(int64_t key, uint32_t row, const Extent& before);
     void shrink(const Extent& before);
 

@@ -15,7 +15,7 @@ namespace nestpipe {
 
 namespace {
 constexpr int64_t kBlock = 1024;       // keys looked up before their records are touched
-constexpr int64_t kLookupBytes = 512;  // to find a key takes as long as to copy so many
+constexpr int64_t kLookupBytes = 512;  // finding a key takes as long as copying this much
 
 // Uninitialised on purpose: every element is written before it is read.
 std::unique_ptr<uint32_t[]> row_numbers(int64_t count) {
@@ -26,24 +26,24 @@ std::unique_ptr<uint32_t[]> row_numbers(int64_t count) {
 // Tells the table of each key to a loop that meets keys in ascending order, from `first` on.
 class Tables::Walk {
  public:
-    Walk(const Tables& of, int64_t first)
-        : of_(&of),
-          next_(std::upper_bound(of.offsets_, of.offsets_ + of.num_tables_, first) - of.offsets_ - 1),
-          end_(of.offsets_[next_]) {}
+    Walk(const Tables& tables, int64_t first)
+        : tables_(&tables),
+          next_(std::upper_bound(tables.offsets_, tables.offsets_ + tables.num_tables_, first) - tables.offsets_ - 1),
+          end_(tables.offsets_[next_]) {}
 
     NESTPIPE_INLINE Table& operator()(int64_t key) {
         while (key >= end_) {
-            table_ = of_->tables_[next_];
-            end_ = of_->offsets_[++next_];
+            table_ = tables_->tables_[next_];
+            end_ = tables_->offsets_[++next_];
         }
         return *table_;
     }
 
     // The table of all keys up to `end`; null where they have several.
-    Table* only(int64_t end) const { return of_->offsets_[next_ + 1] >= end ? of_->tables_[next_] : nullptr; }
+    Table* only(int64_t end) const { return tables_->offsets_[next_ + 1] >= end ? tables_->tables_[next_] : nullptr; }
 
  private:
-    const Tables* of_;
+    const Tables* tables_;
     Table* table_ = nullptr;
     int64_t next_;  // the table behind table_
     int64_t end_;   // of the keys of table_
@@ -123,15 +123,15 @@ void Tables::gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, in
                 if (steps != nullptr) prefetch(arena.step(rows[i]));
             };
             const auto write = [&](int64_t i) {
-                const bool there = rows[i] != Index::kNoRow;
+                const bool is_found = rows[i] != Index::kNoRow;
                 const Table& table = writing(first + i);
                 char* target = out[first + i];
-                if (there)
+                if (is_found)
                     copy(target, table.arena_.record(rows[i]), bytes);
                 else
                     table.initial_.write(hash_of_place(index_places[i]), target, num_columns);
-                if (found != nullptr) found[first + i] = there;
-                if (steps != nullptr) steps[first + i] = there ? *table.arena_.step(rows[i]) : -1;
+                if (found != nullptr) found[first + i] = is_found;
+                if (steps != nullptr) steps[first + i] = is_found ? *table.arena_.step(rows[i]) : -1;
             };
             in_two_steps(0, count, fetch, write);
         });
@@ -209,7 +209,7 @@ void Tables::undo(const std::vector<int64_t>& inserted, const uint32_t* rows,
 }
 
 // Each record is written by the one thread its number belongs to, so the occurrences of a repeated key are written in
-// order and by nobody else.
+// order and by one thread.
 void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, const int64_t* steps, int64_t step,
                            int32_t num_threads) const {
     const int64_t record_bytes = tables_[0]->record_bytes_;
@@ -218,7 +218,7 @@ void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, 
     const auto num_parts = static_cast<uint64_t>(threads_for(num_keys(), 2 * record_bytes, num_threads));
     const auto part_of = [=](uint32_t row) { return uint64_t{row * 2654435769u} * num_parts >> 32; };
     const auto write_part = [&](uint64_t part) {
-        walk(0, num_keys(), [=](const auto& tables) {  // by value: what is behind a reference is read for every key
+        walk(0, num_keys(), [=](const auto& tables) {  // by value: a reference is read for every key
             auto fetching = tables, writing = tables;
             selected_in_two_steps(
                 num_keys(), [&](int64_t i) { return part_of(rows[i]) == part; },

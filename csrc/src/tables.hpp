@@ -8,7 +8,7 @@
 
 namespace nestpipe {
 
-// Records in an array of the caller's, stride_bytes apart: the i-th at places[i], or without places at i.
+// Records in the caller's array, stride_bytes apart: the i-th at places[i], or without places at i.
 template <typename Byte>
 struct RecordsAt {
     Byte* first;

@@ -1,4 +1,4 @@
-// The smallest test framework that names what failed.
+// A minimal test framework that names what failed.
 #pragma once
 
 #include <cstdio>

@@ -17,8 +17,8 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
 struct Keys {
     std::vector<int64_t> keys, offsets{0};
 
-    void add(const std::vector<int64_t>& of_table) {
-        keys.insert(keys.end(), of_table.begin(), of_table.end());
+    void add(const std::vector<int64_t>& table_keys) {
+        keys.insert(keys.end(), table_keys.begin(), table_keys.end());
         offsets.push_back(static_cast<int64_t>(keys.size()));
     }
     int64_t size() const { return static_cast<int64_t>(keys.size()); }
@@ -26,35 +26,36 @@ struct Keys {
 
 // Distinct keys of several tables, the same in many of them.
 Keys distinct_keys(int32_t num_tables, int64_t most, uint64_t seed) {
-    Keys of;
+    Keys result;
     std::mt19937_64 random(seed);
     for (int32_t t = 0; t < num_tables; ++t) {
         std::vector<int64_t> keys(at(2 * most));
         std::iota(keys.begin(), keys.end(), -most);
         std::shuffle(keys.begin(), keys.end(), random);
         keys.resize(random() % 4 == 0 ? 0 : random() % at(most));
-        of.add(keys);
+        result.add(keys);
     }
-    return of;
+    return result;
 }
 
 void test_match() {
     for (const auto& [num_tables, most] : std::map<int32_t, int64_t>{{1, 60000}, {3, 8}, {200, 500}, {26, 6000}})
         for (uint64_t seed = 0; seed < 4; ++seed) {
-            const Keys before = distinct_keys(num_tables, most, seed), here = distinct_keys(num_tables, most, seed + 9);
-            std::vector<int64_t> expected(at(here.size()), -1);
+            const Keys before = distinct_keys(num_tables, most, seed),
+                       after = distinct_keys(num_tables, most, seed + 9);
+            std::vector<int64_t> expected(at(after.size()), -1);
             for (int32_t t = 0; t < num_tables; ++t) {
                 std::map<int64_t, int64_t> places;
                 for (int64_t i = before.offsets[at(t)]; i < before.offsets[at(t + 1)]; ++i)
                     places[before.keys[at(i)]] = i;
-                for (int64_t i = here.offsets[at(t)]; i < here.offsets[at(t + 1)]; ++i)
-                    if (const auto found = places.find(here.keys[at(i)]); found != places.end())
+                for (int64_t i = after.offsets[at(t)]; i < after.offsets[at(t + 1)]; ++i)
+                    if (const auto found = places.find(after.keys[at(i)]); found != places.end())
                         expected[at(i)] = found->second;
             }
             for (const int32_t num_threads : {1, 2, 5}) {
-                std::vector<int64_t> places(at(here.size()), -7);
-                OK(nestpipe_match_tables(before.keys.data(), before.size(), before.offsets.data(), here.keys.data(),
-                                         here.size(), here.offsets.data(), num_tables, places.data(), num_threads));
+                std::vector<int64_t> places(at(after.size()), -7);
+                OK(nestpipe_match_tables(before.keys.data(), before.size(), before.offsets.data(), after.keys.data(),
+                                         after.size(), after.offsets.data(), num_tables, places.data(), num_threads));
                 CHECK(places == expected);
             }
         }

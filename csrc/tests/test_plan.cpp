@@ -21,8 +21,8 @@ int64_t size_of(const Integers& values) { return static_cast<int64_t>(values.siz
 struct Batch {
     int64_t num_samples, num_tables;
     std::vector<Integers> keys, offsets;
-    std::vector<nestpipe_feature_keys> of_keys;
-    std::vector<nestpipe_feature_samples> of_samples;
+    std::vector<nestpipe_feature_keys> feature_keys;
+    std::vector<nestpipe_feature_samples> feature_samples;
     std::vector<uint64_t> salts;
     int64_t num_occurrences = 0;
 
@@ -39,8 +39,8 @@ struct Batch {
         }
         for (size_t f = 0; f < keys.size(); ++f) {
             const int64_t num_keys = size_of(keys[f]), table = static_cast<int64_t>(f) / 2;
-            of_keys.push_back({keys[f].data(), num_keys, table, static_cast<int64_t>(f % 2), 0, 50});
-            of_samples.push_back({offsets[f].data(), num_keys, table});
+            feature_keys.push_back({keys[f].data(), num_keys, table, static_cast<int64_t>(f % 2), 0, 50});
+            feature_samples.push_back({offsets[f].data(), num_keys, table});
             num_occurrences += num_keys;
         }
         salts.resize(static_cast<size_t>(tables));
@@ -60,8 +60,9 @@ struct Deduped {
           positions(keys.size()),
           counts(static_cast<size_t>(world_size * batch.num_tables)) {
         int64_t outside[2];
-        OK(nestpipe_dedup(batch.of_keys.data(), batch.num_features(), batch.salts.data(), batch.num_tables, world_size,
-                          keys.data(), counts.data(), positions.data(), &num_distinct, outside, num_threads));
+        OK(nestpipe_dedup(batch.feature_keys.data(), batch.num_features(), batch.salts.data(), batch.num_tables,
+                          world_size, keys.data(), counts.data(), positions.data(), &num_distinct, outside,
+                          num_threads));
         CHECK(outside[0] == -1 && outside[1] == -1);
         CHECK(std::accumulate(counts.begin(), counts.end(), int64_t{0}) == num_distinct);
     }
@@ -93,11 +94,11 @@ void check_split(const Batch& batch, const Deduped& deduped, int64_t world_size,
     Integers index(deduped.positions.size()), index_offsets(parts * features + 1), sources(index.size());
     Integers offsets(features * (samples.size() + parts));
     int64_t num_rows = -1;
-    OK(nestpipe_split(batch.of_samples.data(), batch.num_features(), deduped.positions.data(), deduped.counts.data(),
-                      world_size, batch.num_tables, deduped.num_distinct, shuffled ? samples.data() : nullptr,
-                      part_offsets.data(), num_parts, batch.num_samples, uses.data(), row_positions.data(),
-                      is_first.data(), row_counts.data(), &num_rows, index.data(), index_offsets.data(), offsets.data(),
-                      sources.data()));
+    OK(nestpipe_split(batch.feature_samples.data(), batch.num_features(), deduped.positions.data(),
+                      deduped.counts.data(), world_size, batch.num_tables, deduped.num_distinct,
+                      shuffled ? samples.data() : nullptr, part_offsets.data(), num_parts, batch.num_samples,
+                      uses.data(), row_positions.data(), is_first.data(), row_counts.data(), &num_rows, index.data(),
+                      index_offsets.data(), offsets.data(), sources.data()));
     CHECK(std::accumulate(row_counts.begin(), row_counts.end(), int64_t{0}) == num_rows);
     CHECK(std::accumulate(is_first.begin(), is_first.begin() + num_rows, int64_t{0}) == deduped.num_distinct);
     CHECK(index_offsets.back() == batch.num_occurrences);
@@ -189,18 +190,18 @@ void test_dedup_refusals() {
     int32_t counts[8];
     int64_t num_distinct, outside[2];
     const auto dedup = [&] {
-        return nestpipe_dedup(batch.of_keys.data(), 4, batch.salts.data(), 2, 4, keys.data(), counts, positions.data(),
-                              &num_distinct, outside, 1);
+        return nestpipe_dedup(batch.feature_keys.data(), 4, batch.salts.data(), 2, 4, keys.data(), counts,
+                              positions.data(), &num_distinct, outside, 1);
     };
     OK(dedup());
     batch.keys[2][1] = -1;
     OK(dedup());
     CHECK(outside[0] == 2 && outside[1] == 1);
-    batch.of_keys[3].keys = nullptr;
+    batch.feature_keys[3].keys = nullptr;
     REFUSED(kBad, "keys of a feature is a null pointer", dedup());
-    batch.of_keys[3].num_keys = -1;
+    batch.feature_keys[3].num_keys = -1;
     REFUSED(kBad, "num_keys of a feature is -1", dedup());
-    batch.of_keys[2].num_keys = int64_t{1} << 31;
+    batch.feature_keys[2].num_keys = int64_t{1} << 31;
     REFUSED(kBad, "must be below 2^31", dedup());
     REFUSED(kBad, "salts is a null pointer",
             nestpipe_dedup(nullptr, 0, nullptr, 2, 4, nullptr, counts, nullptr, &num_distinct, outside, 1));

@@ -15,16 +15,16 @@ struct Batch {
     int64_t num_rows, dim;
 
     nestpipe_occurrences occurrences() const {
-        nestpipe_occurrences of{};
-        of.index = index.data();
-        of.offsets = offsets.data();
-        of.weights = weights.data();
-        of.num_occurrences = static_cast<int64_t>(index.size());
-        of.num_samples = static_cast<int64_t>(offsets.size()) - 1;
-        of.num_rows = num_rows;
-        of.dim = dim;
-        of.dtype = NESTPIPE_FLOAT64;
-        return of;
+        nestpipe_occurrences occurrences{};
+        occurrences.index = index.data();
+        occurrences.offsets = offsets.data();
+        occurrences.weights = weights.data();
+        occurrences.num_occurrences = static_cast<int64_t>(index.size());
+        occurrences.num_samples = static_cast<int64_t>(offsets.size()) - 1;
+        occurrences.num_rows = num_rows;
+        occurrences.dim = dim;
+        occurrences.dtype = NESTPIPE_FLOAT64;
+        return occurrences;
     }
 };
 
@@ -77,9 +77,10 @@ void test_group_by_row() {
 void test_group_by_row_refusals() {
     constexpr auto bad = NESTPIPE_INVALID_ARGUMENT;
     int64_t index[3] = {0, 2, 1}, offsets[3] = {0, 1, 3}, row_offsets[3], samples[3];
-    const auto group = [&](int64_t num_occurrences, const int64_t* of_samples, int64_t num_samples, int64_t num_rows) {
-        return nestpipe_group_by_row(index, num_occurrences, of_samples, num_samples, num_rows, row_offsets, nullptr,
-                                     samples);
+    const auto group = [&](int64_t num_occurrences, const int64_t* sample_offsets, int64_t num_samples,
+                           int64_t num_rows) {
+        return nestpipe_group_by_row(index, num_occurrences, sample_offsets, num_samples, num_rows, row_offsets,
+                                     nullptr, samples);
     };
     OK(group(3, offsets, 2, 2));
     for (const int64_t wrong : {int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
@@ -106,7 +107,7 @@ void test_group_by_row_refusals() {
 void test_pool() {
     constexpr int64_t kSamples = 3000, kRows = 50, kDim = 19, kStride = 23;
     const Batch batch = random_batch(kSamples, kRows, kDim);
-    const auto of = batch.occurrences();
+    const auto occurrences = batch.occurrences();
     const auto rows = random_numbers(kRows * kDim), gradient = random_numbers(kSamples * kStride);
     std::vector<double> pooled(kSamples * kStride, 7.0), row_gradients(kRows * kDim, 0.0);
     for (size_t s = 0; s < kSamples; ++s)
@@ -122,8 +123,8 @@ void test_pool() {
         }
     for (int32_t num_threads : {1, 2, 5}) {
         std::vector<double> out(pooled.size(), 7.0), out_gradients(row_gradients.size(), 7.0);
-        OK(nestpipe_pool(&of, rows.data(), out.data(), kStride, num_threads));
-        OK(nestpipe_pool_backward(&of, gradient.data(), kStride, out_gradients.data(), num_threads));
+        OK(nestpipe_pool(&occurrences, rows.data(), out.data(), kStride, num_threads));
+        OK(nestpipe_pool_backward(&occurrences, gradient.data(), kStride, out_gradients.data(), num_threads));
         CHECK(out == pooled && out_gradients == row_gradients);
     }
 }
@@ -131,16 +132,16 @@ void test_pool() {
 void test_pool_refusals() {
     Batch batch = random_batch(10, 5, 3);
     std::vector<double> rows(15), out(30);
-    auto of = batch.occurrences();
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "stride", nestpipe_pool(&of, rows.data(), out.data(), 2, 1));
+    auto occurrences = batch.occurrences();
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "stride", nestpipe_pool(&occurrences, rows.data(), out.data(), 2, 1));
     batch.offsets[3] = 1000;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "offsets", nestpipe_pool(&of, rows.data(), out.data(), 3, 1));
-    of.offsets = nullptr;
-    of.num_samples = of.num_occurrences + 1;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "one occurrence", nestpipe_pool(&of, rows.data(), out.data(), 3, 1));
-    of.num_samples = of.num_occurrences;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "offsets", nestpipe_pool(&occurrences, rows.data(), out.data(), 3, 1));
+    occurrences.offsets = nullptr;
+    occurrences.num_samples = occurrences.num_occurrences + 1;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "one occurrence", nestpipe_pool(&occurrences, rows.data(), out.data(), 3, 1));
+    occurrences.num_samples = occurrences.num_occurrences;
     batch.index[0] = 6;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "index", nestpipe_pool_backward(&of, out.data(), 3, rows.data(), 1));
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "index", nestpipe_pool_backward(&occurrences, out.data(), 3, rows.data(), 1));
 }
 
 nestpipe_row_update update_of(std::vector<double>& records, const std::vector<double>& gradient, int64_t dim,

@@ -1,4 +1,4 @@
-// The C interface: what each call does, and what it refuses without changing anything.
+// The C interface: effects of each call, and refusals, which change nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Calls on several tables: what one call on each table does, all at once or not at all.
+// Calls on several tables have the effect of one call on each table, all at once or not at all.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -80,33 +80,33 @@ struct Fixture {
     }
     ~Fixture() { nestpipe_store_destroy(store); }
 
-    nestpipe_status scatter(const Keys& of, int64_t step, int32_t num_threads, bool with_places = true) {
-        return nestpipe_scatter_tables(store, of.tables.data(), of.offsets.data(), of.num_tables(), of.keys.data(),
-                                       of.size(), with_places ? of.places.data() : nullptr, of.records.data(),
-                                       of.room(), kStride, step, num_threads);
+    nestpipe_status scatter(const Keys& call, int64_t step, int32_t num_threads, bool with_places = true) {
+        return nestpipe_scatter_tables(store, call.tables.data(), call.offsets.data(), call.num_tables(),
+                                       call.keys.data(), call.size(), with_places ? call.places.data() : nullptr,
+                                       call.records.data(), call.room(), kStride, step, num_threads);
     }
-    void scatter_each(const Keys& of, int64_t step) {
-        for (int64_t t = 0; t < of.num_tables(); ++t) {
-            const int64_t first = of.offsets[at(t)];
-            OK(nestpipe_scatter_from(store, of.tables[at(t)], of.keys.data() + first, of.offsets[at(t + 1)] - first,
-                                     of.places.data() + first, of.records.data(), of.room(), kStride, step, 1));
+    void scatter_each(const Keys& call, int64_t step) {
+        for (int64_t t = 0; t < call.num_tables(); ++t) {
+            const int64_t first = call.offsets[at(t)], count = call.offsets[at(t + 1)] - first;
+            OK(nestpipe_scatter_from(store, call.tables[at(t)], call.keys.data() + first, count,
+                                     call.places.data() + first, call.records.data(), call.room(), kStride, step, 1));
         }
     }
-    nestpipe_status gather(const Keys& of, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found,
+    nestpipe_status gather(const Keys& call, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found,
                            int32_t num_threads) {
-        out.assign(at(of.room() * kStride), -1.0f);
-        found.assign(at(of.size()), 7);
-        return nestpipe_gather_tables(store, of.tables.data(), of.offsets.data(), of.num_tables(), of.keys.data(),
-                                      of.size(), of.places.data(), num_columns, out.data(), of.room(), kStride,
-                                      found.data(), num_threads);
+        out.assign(at(call.room() * kStride), -1.0f);
+        found.assign(at(call.size()), 7);
+        return nestpipe_gather_tables(store, call.tables.data(), call.offsets.data(), call.num_tables(),
+                                      call.keys.data(), call.size(), call.places.data(), num_columns, out.data(),
+                                      call.room(), kStride, found.data(), num_threads);
     }
-    void gather_each(const Keys& of, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found) {
-        out.assign(at(of.room() * kStride), -1.0f);
-        found.assign(at(of.size()), 7);
-        for (int64_t t = 0; t < of.num_tables(); ++t) {
-            const int64_t first = of.offsets[at(t)];
-            OK(nestpipe_gather_into(store, of.tables[at(t)], of.keys.data() + first, of.offsets[at(t + 1)] - first,
-                                    of.places.data() + first, num_columns, out.data(), of.room(), kStride,
+    void gather_each(const Keys& call, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found) {
+        out.assign(at(call.room() * kStride), -1.0f);
+        found.assign(at(call.size()), 7);
+        for (int64_t t = 0; t < call.num_tables(); ++t) {
+            const int64_t first = call.offsets[at(t)], count = call.offsets[at(t + 1)] - first;
+            OK(nestpipe_gather_into(store, call.tables[at(t)], call.keys.data() + first, count,
+                                    call.places.data() + first, num_columns, out.data(), call.room(), kStride,
                                     found.data() + first, 1));
         }
     }
@@ -137,7 +137,7 @@ std::vector<int64_t> some_keys(int64_t count, uint64_t seed, int64_t range) {
 
 // Tables of any size in any order, repeated keys among them; a table without keys at the start, in between, at the end.
 Keys mixed_keys(int32_t num_tables, int64_t most, uint64_t seed) {
-    Keys of;
+    Keys call;
     std::mt19937_64 random(seed);
     std::vector<int32_t> order(at(num_tables));
     std::iota(order.begin(), order.end(), 0);
@@ -145,10 +145,10 @@ Keys mixed_keys(int32_t num_tables, int64_t most, uint64_t seed) {
     for (int32_t t = 0; t < num_tables; ++t) {
         const bool empty = t == 0 || t == num_tables / 3 || t == num_tables / 3 + 1 || t == num_tables - 1;
         const auto count = empty ? 0 : static_cast<int64_t>(random() % static_cast<uint64_t>(most));
-        of.add(order[at(t)], some_keys(count, random(), most));
+        call.add(order[at(t)], some_keys(count, random(), most));
     }
-    of.place(random());
-    return of;
+    call.place(random());
+    return call;
 }
 
 void test_same_as_one_call_each() {
@@ -157,9 +157,9 @@ void test_same_as_one_call_each() {
         for (const int32_t num_threads : {1, 2, 5}) {
             Fixture one(num_tables), f(num_tables);
             for (uint64_t round = 0; round < 4; ++round) {
-                const Keys of = mixed_keys(num_tables, most, round);
-                one.scatter_each(of, static_cast<int64_t>(round));
-                OK(f.scatter(of, static_cast<int64_t>(round), num_threads));
+                const Keys call = mixed_keys(num_tables, most, round);
+                one.scatter_each(call, static_cast<int64_t>(round));
+                OK(f.scatter(call, static_cast<int64_t>(round), num_threads));
                 CHECK(f.state() == one.state());
                 const Keys other = mixed_keys(num_tables, 2 * most, round + 10);
                 for (const int64_t num_columns : {kDim, kColumns}) {
@@ -174,10 +174,10 @@ void test_same_as_one_call_each() {
                     CHECK(found == expected_found);
                 }
                 std::vector<int64_t> sizes(at(num_tables), -1);
-                OK(nestpipe_table_sizes(f.store, of.tables.data(), num_tables, sizes.data()));
+                OK(nestpipe_table_sizes(f.store, call.tables.data(), num_tables, sizes.data()));
                 for (size_t t = 0; t < sizes.size(); ++t) {
                     int64_t size;
-                    OK(nestpipe_table_size(one.store, of.tables[t], &size));
+                    OK(nestpipe_table_size(one.store, call.tables[t], &size));
                     CHECK(sizes[t] == size);
                 }
             }
@@ -188,11 +188,11 @@ void test_same_as_one_call_each() {
 void test_last_of_repeated_keys_stays() {
     for (const int32_t num_threads : {1, 3}) {
         Fixture f(2);
-        Keys of;
-        for (const int32_t table : {1, 0}) of.add(table, std::vector<int64_t>(at(40000), 5));
-        of.place(0);
-        for (int64_t i = 0; i < of.room(); ++i) of.records[at(i * kStride)] = static_cast<float>(i);
-        OK(f.scatter(of, 3, num_threads, false));
+        Keys call;
+        for (const int32_t table : {1, 0}) call.add(table, std::vector<int64_t>(at(40000), 5));
+        call.place(0);
+        for (int64_t i = 0; i < call.room(); ++i) call.records[at(i * kStride)] = static_cast<float>(i);
+        OK(f.scatter(call, 3, num_threads, false));
         for (const int32_t table : {0, 1}) {
             const int64_t key = 5;
             float row[kDim];
@@ -217,7 +217,7 @@ void test_full_table_changes_nothing() {
             more.add(kTables - 1 - t, many);
             last.add(t, {-1, -2, -3, -4, -5, 3, 790});
         }
-        for (Keys* of : {&first, &more, &last}) of->place(7);
+        for (Keys* call : {&first, &more, &last}) call->place(7);
         for (Fixture* each : {&f, &untouched}) {
             OK(each->scatter(first, 1, num_threads));
             for (int32_t t = 0; t < kTables; ++t)
@@ -261,23 +261,23 @@ void test_no_memory() {
 
 void test_first_keys_without_memory() {  // an arena has no blocks yet: each table allocates
     constexpr int32_t kTables = 6;
-    const Keys of = mixed_keys(kTables, 200, 3);
+    const Keys call = mixed_keys(kTables, 200, 3);
     for (int64_t k = 0;; ++k) {
         Fixture f(kTables);
         const auto before = f.state();
         allocations_left = k;
-        const nestpipe_status result = f.scatter(of, 2, 1);
+        const nestpipe_status result = f.scatter(call, 2, 1);
         allocations_left = INT64_MAX;
         if (result == NESTPIPE_OK) {
             CHECK(k > 6);
             return;
         }
         CHECK(result == NESTPIPE_OUT_OF_MEMORY && f.state() == before && k < 1000);
-        OK(f.scatter(of, 2, 1));
+        OK(f.scatter(call, 2, 1));
     }
 }
 
-// Readers and writers of the same tables in different orders: nobody waits forever, and nobody sees half a call.
+// Readers and writers of the same tables in different orders: no thread waits forever, and none sees half a call.
 void test_threads() {
     constexpr int32_t kTables = 8, kKeys = 1500;
     Fixture f(kTables);
@@ -287,24 +287,24 @@ void test_threads() {
         std::iota(order.begin(), order.end(), 0);
         for (int round = 0; round < 25; ++round) {
             std::shuffle(order.begin(), order.end(), random);
-            Keys of;
+            Keys call;
             for (const int32_t table : order) {
                 std::vector<int64_t> keys(at(kKeys));
                 std::iota(keys.begin(), keys.end(), 0);
-                of.add(table, keys);
+                call.add(table, keys);
             }
-            of.place(random());
-            std::fill(of.records.begin(), of.records.end(), static_cast<float>(random() % 1000 + 1));
+            call.place(random());
+            std::fill(call.records.begin(), call.records.end(), static_cast<float>(random() % 1000 + 1));
             std::vector<float> out;
             std::vector<uint8_t> found;
-            OK(f.scatter(of, round, 2));
-            OK(f.gather(of, kColumns, out, found, 2));
-            const float value = out[at(of.places[0] * kStride)];
-            for (const int64_t place : of.places)
+            OK(f.scatter(call, round, 2));
+            OK(f.gather(call, kColumns, out, found, 2));
+            const float value = out[at(call.places[0] * kStride)];
+            for (const int64_t place : call.places)
                 for (int64_t j = 0; j < kColumns; ++j) CHECK(out[at(place * kStride + j)] == value);
-            OK(nestpipe_find_tables(f.store, of.tables.data(), of.offsets.data(), kTables, of.keys.data(), of.size(),
-                                    found.data(), 2));
-            CHECK(std::count(found.begin(), found.end(), 1) == of.size());
+            OK(nestpipe_find_tables(f.store, call.tables.data(), call.offsets.data(), kTables, call.keys.data(),
+                                    call.size(), found.data(), 2));
+            CHECK(std::count(found.begin(), found.end(), 1) == call.size());
         }
     };
     std::vector<std::thread> threads;
@@ -327,37 +327,37 @@ void test_refusals() {
     const auto before = f.state();
     std::vector<float> out;
     std::vector<uint8_t> found;
-    const auto refused = [&](const Keys& of, const char* why) {
-        REFUSED(bad, why, f.gather(of, kColumns, out, found, 1));
+    const auto refused = [&](const Keys& call, const char* why) {
+        REFUSED(bad, why, f.gather(call, kColumns, out, found, 1));
         CHECK(std::all_of(out.begin(), out.end(), [](float value) { return value == -1.0f; }));
-        REFUSED(bad, why, f.scatter(of, 1, 1));
+        REFUSED(bad, why, f.scatter(call, 1, 1));
         CHECK(f.state() == before);
     };
-    Keys of = good;
-    of.tables = {2, 2};
-    refused(of, "table 'table2' is given twice");
+    Keys call = good;
+    call.tables = {2, 2};
+    refused(call, "table 'table2' is given twice");
     REFUSED(bad, "is given twice",
-            nestpipe_find_tables(f.store, of.tables.data(), of.offsets.data(), 2, of.keys.data(), 6, found.data(), 1));
-    of.tables = {2, 99};
-    refused(of, "no table number 99");
+            nestpipe_find_tables(f.store, &call.tables[0], &call.offsets[0], 2, &call.keys[0], 6, found.data(), 1));
+    call.tables = {2, 99};
+    refused(call, "no table number 99");
     int64_t sizes[2];
-    REFUSED(bad, "no table number 99", nestpipe_table_sizes(f.store, of.tables.data(), 2, sizes));
-    REFUSED(bad, "sizes is a null pointer", nestpipe_table_sizes(f.store, of.tables.data(), 1, nullptr));
-    of.tables = {2, wide};
-    refused(of, "'table2' has 5 columns of 4 bytes, table 'wide' has 6 columns of 4 bytes");
-    of.tables = {2, twice_as_long};
-    refused(of, "'table2' has 5 columns of 4 bytes, table 'doubles' has 5 columns of 8 bytes");
-    of.tables = {2, divided};
-    REFUSED(bad, "gather from table 'split': num_columns is 3", f.gather(of, kDim, out, found, 1));
-    OK(f.gather(of, kColumns, out, found, 1));
-    of = good;
+    REFUSED(bad, "no table number 99", nestpipe_table_sizes(f.store, call.tables.data(), 2, sizes));
+    REFUSED(bad, "sizes is a null pointer", nestpipe_table_sizes(f.store, call.tables.data(), 1, nullptr));
+    call.tables = {2, wide};
+    refused(call, "'table2' has 5 columns of 4 bytes, table 'wide' has 6 columns of 4 bytes");
+    call.tables = {2, twice_as_long};
+    refused(call, "'table2' has 5 columns of 4 bytes, table 'doubles' has 5 columns of 8 bytes");
+    call.tables = {2, divided};
+    REFUSED(bad, "gather from table 'split': num_columns is 3", f.gather(call, kDim, out, found, 1));
+    OK(f.gather(call, kColumns, out, found, 1));
+    call = good;
     for (const auto& offsets : std::vector<std::vector<int64_t>>{{1, 3, 6}, {0, 3, 5}, {0, 7, 6}, {0, -1, 6}}) {
-        of.offsets = offsets;
-        refused(of, "offsets of 2 tables do not rise from 0 to the number of keys, 6");
+        call.offsets = offsets;
+        refused(call, "offsets of 2 tables do not rise from 0 to the number of keys, 6");
     }
-    of = good;
-    of.places[4] = of.room();
-    refused(of, "places[4] is 9, outside of an array of 9");
+    call = good;
+    call.places[4] = call.room();
+    refused(call, "places[4] is 9, outside of an array of 9");
     REFUSED(bad, "step is -1", f.scatter(good, -1, 1));
     REFUSED(bad, "num_threads is 0", f.scatter(good, 1, 0));
     REFUSED(bad, "offsets is a null pointer",

@@ -132,9 +132,9 @@ class Rank:
         self._channel.own_keys = _own_message(keys)
         route = self._exchange.route(keys, features)
         assert route is not None
-        owned = route.owned[0]
-        assert 2 * len(owned.keys) == len(owned.slots), "two ranks request every owned key"
-        self._resident = [RecordMemory(self._memory).reserve(group) for group in route.owned]
+        owned = route.owner_dedups[0]
+        assert 2 * len(owned.keys) == len(owned.slots), "every owned key is asked for by two ranks"
+        self._resident = [RecordMemory(self._memory).reserve(group) for group in route.owner_dedups]
         for rows in self._resident:
             rows.records.normal_()
         sizes = [keys.groups[0].num_rows(i) for i in range(case.num_micro_batches)]

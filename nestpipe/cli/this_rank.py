@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from nestpipe.distributed import RankError, World
-from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.run import Summary
 from nestpipe.recipe.value import ConfigError

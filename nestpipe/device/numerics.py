@@ -1,7 +1,7 @@
 """Numbers on a device: the precision of a model's operations, and whether results are finite."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,3 +27,11 @@ def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if is_accelerator(device):
         return torch.nn.utils.get_total_norm(non_empty, math.inf) < math.inf
     return torch.stack([bound.double() for tensor in non_empty for bound in tensor.aminmax()]).isfinite().all()
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum of squares of all elements, added up in double."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total = total + gradient.double().square().sum()
+    return total

@@ -1,4 +1,4 @@
-"""Ranks and what they exchange."""
+"""Ranks, and the channels between them."""
 
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane

@@ -1,5 +1,5 @@
-"""What carries collectives of device memory: NCCL where each rank has a device of its own, gloo through host memory
-where ranks share one."""
+"""The backend of collectives of device memory: NCCL if each rank has its own device; if ranks share a device, gloo,
+through host memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 
 def device_place(device: torch.device) -> str:
-    """Tells a device from all others, on whichever host; empty: NCCL has no use for it."""
+    """Returns a text that identifies a device among those of all hosts; empty if NCCL cannot use it."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_backend(wanted: str, places: Sequence[str]) -> str:
-    """From the places of all ranks, so that all choose alike, and refuse alike."""
+    """Returns the backend for ranks on these devices. All ranks pass the same places, so all choose or refuse alike."""
     if wanted not in BACKENDS:
         raise ValueError(f"distributed.backend is {wanted!r}, must be one of {', '.join(map(repr, BACKENDS))}")
     if wanted == "gloo":

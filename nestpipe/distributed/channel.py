@@ -1,4 +1,4 @@
-"""A channel: the collectives of one purpose, on a communicator of their own."""
+"""A channel: collectives for one purpose, on their own communicator."""
 
 import threading
 from collections.abc import Callable
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 class Channel:
-    """All ranks use a channel in the same order. In a world of one nothing is sent.
+    """Collectives for one purpose. All ranks use a channel in the same order. In a world of one nothing is sent.
 
-    Collectives are of host memory: what is on a device passes through pinned memory, which the thread waits for. Given
-    a device group, those of device memory go through it, directly; then `lane` is the only thread that issues
-    any, for all channels, in an order that is the same on every rank.
+    Without a device group, collectives run on host memory: tensors on a device pass through pinned memory, and the
+    calling thread waits for the copy. With a device group, collectives of device memory run on it directly. Then
+    `lane` is the only thread that issues them, for all channels, in the same order on every rank.
 
-    The main thread never waits inside a collective: there it could neither be interrupted nor give up. It hands the
-    collective to the channel's lane. The thread of another lane may block, since somebody waits for it with a watch.
+    The main thread never waits inside a collective, where it could neither be interrupted nor give up. It hands the
+    collective to the channel's lane. The thread of a lane may block, because its caller waits for it with a watch.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Channel:
         self.watch = watch
         self._group = group
         self.device_group = device_group
-        """carries device memory, directly; None: all goes through host memory"""
+        """Group that carries device memory directly; None if everything goes through host memory."""
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
         self._num_agreed = 0
 
     @property
     def is_staged(self) -> bool:
-        """Whether what is on a device passes through host memory."""
+        """Returns whether tensors on a device pass through host memory."""
         return with_streams(self._streams.device) is not None and self.device_group is None
 
     def all_to_all(
@@ -61,10 +61,10 @@ class Channel:
         receive_bytes: list[int],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends a message, send_bytes[r] of its bytes to rank r, in order of ranks; what comes in goes to `received`,
-        in the same order: receive_bytes[r] from rank r. What is in host memory must be complete.
+        """Sends send_bytes[r] bytes of `message` to rank r, and receives receive_bytes[r] bytes from rank r into
+        `received`, both in order of ranks. A message in host memory must be complete.
 
-        meanwhile: what this thread does while the message travels.
+        meanwhile: called by this thread while the message travels.
         """
         sizes = receive_bytes, send_bytes
         if self.size == 1:
@@ -73,7 +73,7 @@ class Channel:
         elif self._is_direct(message.device):
             group = self.device_group
             self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
-            meanwhile()  # comes after it in the stream
+            meanwhile()  # enqueued behind the collective
         else:
             group = self._host_group
             work = self._begin(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True))
@@ -81,7 +81,7 @@ class Channel:
             self._wait(lambda: self._guarded(work.wait))
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
-        """Sends row r to rank r; row r of the result is what rank r sent here."""
+        """Sends row r to rank r. Row r of the result comes from rank r."""
         if self.size == 1:
             return parts
         parts, received = parts.contiguous(), torch.empty(parts.shape, dtype=parts.dtype)
@@ -89,25 +89,27 @@ class Channel:
         return received
 
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
-        """Every rank's bytes, on every rank."""
+        """Returns the bytes of every rank, on every rank."""
         sizes = self.all_to_all_equal(torch.full((self.size, 1), data.numel())).flatten().tolist()
         received = torch.empty(sum(sizes), dtype=data.dtype)
         self.all_to_all(data.repeat(self.size), [data.numel()] * self.size, received, sizes)
         return list(received.split(sizes))
 
     def all_reduce_sum(self, values: Tensor) -> None:
-        """In place."""
+        """Sums values over ranks, in place."""
         if self.size > 1 and self._is_direct(values.device):
             self._issue(lambda: dist.all_reduce(values, group=self.device_group), values)
         elif self.size > 1:
-            here = download(values)
-            self._run(lambda: dist.all_reduce(here, group=self._host_group, async_op=True))
-            if here is not values:
-                values.copy_(here, non_blocking=True)
+            in_host = download(values)
+            self._run(lambda: dist.all_reduce(in_host, group=self._host_group, async_op=True))
+            if in_host is not values:
+                values.copy_(in_host, non_blocking=True)
 
     def begin_sum(self, parts: list[Tensor]) -> Future[tuple[Tensor, Mark]]:
-        """Begins to add up, over ranks, these parts put behind each other; the caller waits with the watch. The sum is
-        there, in memory of another stream, from the mark on."""
+        """Begins to sum the concatenated parts over ranks. The caller waits for the result with the watch.
+
+        The sum belongs to another stream, and is complete when the returned mark is reached.
+        """
         device = parts[0].device
         if self.size == 1:
             done: Future[tuple[Tensor, Mark]] = Future()
@@ -127,18 +129,18 @@ class Channel:
         return self._lane.submit(add_up)
 
     def share_text(self, text: str) -> list[str]:
-        """Every rank's text, on every rank."""
+        """Returns the text of every rank, on every rank."""
         data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
         texts = [bytes(part.numpy()).decode() for part in self.all_gather_bytes(data)]
         return ["" if text == "\0" else text for text in texts]
 
     def raise_agreed(self, error: Exception | None, failed: list[int]) -> NoReturn:
-        """All ranks call it once all know which have failed; each raises its own error, or the others' text."""
+        """Raises on all ranks, once all know which have failed: each its own error, or one that quotes the others."""
         self._num_agreed += 1
         key = f"{self.name}/{self._num_agreed}"
         if error is not None:
             self.watch.post(f"{key}/{self.rank}", describe(error))
-        self.all_reduce_sum(torch.zeros(1))  # the texts are there once all have passed here
+        self.all_reduce_sum(torch.zeros(1))  # after this collective all texts have been posted
         if error is None:
             error = RankError("; ".join(f"rank {r} failed: {self.watch.read(f'{key}/{r}')}" for r in failed))
         raise self.watch.agreed(error)
@@ -147,7 +149,7 @@ class Channel:
         self._lane.close()
 
     def _run(self, collective: Callable[[], dist.Work]) -> None:
-        """Of host memory, in its turn: when the lane has done what it was handed before."""
+        """Runs a collective of host memory, after the work that the lane was handed before."""
 
         def run() -> None:
             work = self._begin(collective)
@@ -156,7 +158,7 @@ class Channel:
         self._wait(run)
 
     def _begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
-        """Returns at once: gloo's own threads carry it."""
+        """Starts a collective and returns at once: gloo's own threads carry it out."""
         return self._guarded(collective)
 
     def _wait(self, until_done: Callable[[], object]) -> None:
@@ -167,7 +169,7 @@ class Channel:
 
     @property
     def _host_group(self) -> dist.ProcessGroup:
-        if self._group is None:  # torch would take None for its default group
+        if self._group is None:  # torch takes None for its default group
             raise RuntimeError(f"the channel of {self.name} carries device memory only")
         return self._group
 
@@ -175,7 +177,7 @@ class Channel:
         return self.device_group is not None and device == self._streams.device
 
     def _issue(self, collective: Callable[[], object], *tensors: Tensor) -> None:
-        """Of device memory, always in the lane's thread. What this thread's stream is given next comes after it."""
+        """Issues a collective of device memory in the lane's thread. Later work of the caller's stream waits for it."""
         if self._lane.is_current:
             self._guarded(collective)
             return

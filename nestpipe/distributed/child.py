@@ -1,4 +1,4 @@
-"""Processes that do not outlive the one that started them."""
+"""Child processes that do not outlive their parent."""
 
 import ctypes
 import signal
@@ -7,5 +7,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a child, before its program starts: when the parent dies, however it does, the child is told to end."""
+    """Has the system terminate this child when its parent dies, however it dies. Call it before the program starts."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A lane: a thread that does what it is handed, in order."""
+"""A lane: a thread that runs the work it is handed, in order."""
 
 import time
 from collections.abc import Callable
@@ -14,29 +14,30 @@ T = TypeVar("T")
 
 
 class LaneThread(Thread):
-    """Somebody waits for its work with a watch, so that it may block."""
+    """Thread of a lane. It may block, because its caller waits for it with a watch."""
 
     is_busy = False
 
 
 def wait_for_lanes(limit_seconds: float) -> bool:
-    """Waits until no lane is at work; False if one still is.
+    """Waits until no lane is busy. Returns False if one still is after the limit.
 
-    For the end of the process: a thread that is outside Python then, in a collective for example, and comes back while
-    the interpreter is ending, aborts the process.
+    Called at the end of the process: a thread that returns to Python from a collective while the interpreter shuts down
+    aborts the process.
     """
-    ends = time.monotonic() + limit_seconds
+    deadline = time.monotonic() + limit_seconds
     while any(thread.is_busy for thread in enumerate_threads() if isinstance(thread, LaneThread)):
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
 
 
 class Lane:
-    """Work of one lane runs in the order it was submitted, beside that of other lanes.
+    """Runs work in the order of submission, concurrently with other lanes.
 
-    The thread starts with the first piece. It is a daemon: stuck in a collective, it does not keep the process alive.
+    The thread starts with the first piece of work. It is a daemon: one stuck in a collective does not keep the process
+    alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +47,7 @@ class Lane:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is this lane's thread that asks."""
+        """Returns whether the calling thread is this lane's."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -58,14 +59,14 @@ class Lane:
         return pending
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Waits until all that was submitted is done."""
+        """Ends the thread. Waits until all submitted work is done, or until the timeout."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join(timeout_seconds)
             self._thread = None
 
     def _run(self) -> None:
-        torch.set_grad_enabled(False)  # a setting of the thread: what a lane computes is never differentiated
+        torch.set_grad_enabled(False)  # a per-thread setting; nothing that a lane computes is differentiated
         thread = current_thread()
         assert isinstance(thread, LaneThread)
         while (item := self._work.get()) is not None:

@@ -1,4 +1,4 @@
-"""How a rank finds the others: the store, the watch over it, and groups that are made while the watch looks on."""
+"""The link of a rank to the others: the ranks' store, the watch, and process groups that are made under the watch."""
 
 import atexit
 import os
@@ -21,9 +21,9 @@ from nestpipe.distributed.watch import START_SECONDS, LostConnectionError, Watch
 T = TypeVar("T")
 
 UNLIMITED = timedelta(days=1)
-"""of torch's own timeouts: the watch decides how long to wait, and must come first"""
+"""Value for torch's own timeouts: the watch decides how long to wait, and must come first."""
 END_SECONDS = 2.0
-"""how long the end of a process waits for threads that are still at work"""
+"""Time that the end of a process waits for busy threads."""
 REMEDY = (
     "see that rank 0, or whoever starts the ranks, runs, and that MASTER_ADDR and MASTER_PORT name its host and port"
 )
@@ -32,9 +32,9 @@ _num_links = 0
 
 
 class Link:
-    """The connections of one world, and the threads behind them, until it is closed or the process ends.
+    """The connections of one world and the threads behind them, until the world is closed or the process ends.
 
-    Groups are made in a thread of the link: the caller's thread waits for it with the watch, open to Ctrl-C.
+    Groups are made in a thread of the link. The caller's thread waits for it with the watch, open to Ctrl-C.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class Link:
         stall_seconds: float,
         connect: Callable[[], Store] | None = None,
     ) -> None:
-        """connect: gives the store through which ranks find each other; None: it is that of torch's default group."""
+        """connect: returns the store through which ranks find each other; None takes that of torch's default group."""
         self.size = size
         self.watch = Watch(rank, size, None, timeout_seconds, stall_seconds)
         self.process = os.getpid()
         self.has_nccl = False
-        """whether collectives of it may be under way on a device"""
+        """True if NCCL collectives may be under way on a device."""
         self._sockets = Sockets()
         self._lane = Lane("link")
         _open_links.add(self)
         self._store = self._within(START_SECONDS, connect or _get_default_store)
-        # The monitor has a connection of its own: whoever waits in the first one would keep it from being used.
-        own = self._within(START_SECONDS, self._store.clone)  # type: ignore[attr-defined]
-        texts = cast(TextStore, PrefixStore(_next_prefix(), own))
+        # The monitor gets its own connection: a thread that waits in the first one blocks it.
+        connection = self._within(START_SECONDS, self._store.clone)  # type: ignore[attr-defined]
+        texts = cast(TextStore, PrefixStore(_next_prefix(), connection))
         self.watch = Watch(rank, size, texts, timeout_seconds, stall_seconds)
         self.group: dist.ProcessGroup = self._default_group(rank) if connect is not None else self.new_group("gloo")
-        """of host memory, for whatever is not told to use another one"""
+        """Default group, for collectives of host memory."""
 
     @staticmethod
     def from_environment(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> "Link":
@@ -76,18 +76,18 @@ class Link:
         return group
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Returns the text of every rank."""
         texts = [""] * self.size
         self._run(lambda: dist.all_gather_object(texts, text, group=self.group))
         return texts
 
     def settle(self) -> None:
-        """All groups are made."""
+        """Ends the setup. Call it when all groups are made."""
         self._sockets.settle()
         self._lane.close(POLL_SECONDS)
 
     def end(self) -> None:
-        """Ends the monitor, and after a failure also the threads that wait for ranks that are lost."""
+        """Ends the monitor. After a failure, also ends the threads that wait for lost ranks."""
         _open_links.discard(self)
         is_idle = self.watch.stop(END_SECONDS) and wait_for_lanes(0.0)
         if not is_idle or self.watch.failure is not None:
@@ -97,7 +97,8 @@ class Link:
 
     def _default_group(self, rank: int) -> dist.ProcessGroup:
         def make() -> None:
-            store = PrefixStore(f"{prefix_of(0)}/default_pg", self._store)  # not that of an earlier start
+            # With a prefix of its own: the store may still have the keys of an earlier start.
+            store = PrefixStore(f"{prefix_of(0)}/default_pg", self._store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=UNLIMITED)
 
         self._run(make)
@@ -106,7 +107,7 @@ class Link:
         return group
 
     def _run(self, work: Callable[[], T]) -> T:
-        """Does something that connects ranks; raises what the watch finds out meanwhile."""
+        """Runs work that connects ranks. Raises the failure of a rank that the watch sees meanwhile."""
 
         def guarded() -> T:
             try:
@@ -117,12 +118,12 @@ class Link:
         return self.watch.wait(self._lane.submit(guarded), "connecting")
 
     def _within(self, limit_seconds: float, work: Callable[[], T]) -> T:
-        """While there is no watch yet."""
+        """Runs work with a time limit, while there is no watch yet."""
         pending = self._lane.submit(work)
         store = f"the ranks' store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        ends = time.monotonic() + limit_seconds
+        deadline = time.monotonic() + limit_seconds
         while not wait([pending], POLL_SECONDS).done:
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 raise ConnectionError(f"{store} has not answered within {limit_seconds:.0f} s; {REMEDY}")
         if isinstance(error := pending.exception(), RuntimeError):
             raise ConnectionError(f"{store} cannot be reached: {error}; {REMEDY}") from error
@@ -130,7 +131,7 @@ class Link:
 
 
 def _connect(rank: int, size: int) -> Store:
-    """As torch's env:// does, but does not wait for all ranks here: the watch can say who is missing."""
+    """Connects like torch's env://, but does not wait for all ranks: the watch can name those that are missing."""
     is_held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
         os.environ["MASTER_ADDR"],
@@ -144,12 +145,12 @@ def _connect(rank: int, size: int) -> Store:
 
 
 def prefix_of(number: int) -> str:
-    """Each world of a process has its own keys, and so has each start of the ranks: torchrun may keep its store."""
+    """Returns the prefix of the keys of one world. Each start of the ranks has its own: torchrun may keep its store."""
     return f"nestpipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}"
 
 
 def _next_prefix() -> str:
-    """All ranks make their worlds in the same order."""
+    """Returns the prefix of the next world. All ranks make their worlds in the same order."""
     global _num_links
     _num_links += 1
     return prefix_of(_num_links)
@@ -157,18 +158,18 @@ def _next_prefix() -> str:
 
 @atexit.register
 def _end_links() -> None:
-    """What ends the process, if it is an error, is told to the other ranks: they may wait for this one."""
+    """Ends the open links. Reports the error that ends the process, if any: other ranks may wait for this one."""
     error = getattr(sys, "last_value", None)
     is_stuck = False
     for link in list(_open_links):
         if os.getpid() != link.process:
-            continue  # a fork: it has neither the threads nor the right to close the connections
+            continue  # a fork has no threads, and must not close its parent's connections
         if isinstance(error, BaseException):
             link.watch.report(error)
         link.end()
         is_stuck = is_stuck or (link.has_nccl and link.watch.failure is not None)
     wait_for_lanes(END_SECONDS)
-    if is_stuck:  # the device waits for ranks that are lost, and torch would wait for the device
+    if is_stuck:  # the device waits for lost ranks, and torch would wait for the device
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

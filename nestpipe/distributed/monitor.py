@@ -1,4 +1,4 @@
-"""The one thread of a rank that talks to the ranks' store; `watch.py` says what it writes, reads and concludes."""
+"""The monitor: the one thread of a rank that talks to the ranks' store. `watch.py` describes the protocol."""
 
 import json
 import time
@@ -14,24 +14,24 @@ from nestpipe.distributed.activity import Activity
 T = TypeVar("T")
 
 TICKS_PER_TIMEOUT = 25
-"""with the default timeout a tick is a second"""
+"""With the default timeout a tick takes one second."""
 LONGEST_TICK_SECONDS = 1.0
 TICKS_PER_BEAT = 3
-"""one tick writes the heartbeat, the others read"""
+"""One of them writes the heartbeat, the others read."""
 SHORTEST_TICK_SECONDS = 0.01
-"""while ranks still find each other, the first tick; the next ones take twice as long, and so on"""
+"""First tick while ranks connect; each following tick takes twice as long."""
 POLL_SECONDS = 0.1
-"""how soon a waiting thread looks again at what the monitor knows"""
+"""Interval at which a waiting thread looks at the monitor."""
 FAILED = "failed"
-"""key of all failures, one line for each"""
+"""Key of all failures, one line each."""
 HEARD = "heard"
-"""key of the ranks that have read of a failure"""
+"""Key of the ranks that have read of a failure."""
 PRESENT = "present"
-"""key that counts the ranks which have started"""
+"""Key that counts the ranks that have started."""
 
 
 class StoreLostError(RuntimeError):
-    """The ranks' store cannot be asked: it is closed, or did not answer in time."""
+    """The ranks' store is closed, or did not answer in time."""
 
 
 class TextStore(Protocol):
@@ -46,16 +46,16 @@ class TextStore(Protocol):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself, every few seconds."""
+    """Heartbeat: the state that a rank publishes every few seconds."""
 
     number: int
     idle_seconds: float
-    """since its last progress"""
+    """Time since its last progress."""
     is_waiting: bool
-    """it does nothing but wait for other ranks"""
+    """True if it does nothing but wait for other ranks."""
     place: str
     has_left: bool = False
-    """its world was closed, or its process ends"""
+    """True if its world was closed, or its process ends."""
 
     @staticmethod
     def decode(data: bytes) -> "Beat":
@@ -63,10 +63,10 @@ class Beat:
 
 
 class Monitor:
-    """Writes this rank's heartbeat, reads the next rank's and all failures, and does what other threads ask for.
+    """Writes this rank's heartbeat, reads the next rank's and all failures, and makes the requests of other threads.
 
-    A request to the store may block for ever, so no other thread makes any. They read the attributes, or hand over a
-    request with `ask` and wait for it with a limit.
+    A request to the store may block for ever, so no other thread makes one. Other threads read the attributes, or hand
+    a request to `ask`, which waits with a limit.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Monitor:
         self.size = size
         self.stall_seconds = stall_seconds
         self.failures: dict[int, str] = {}
-        """reasons by rank; never changed in place"""
+        """Reasons by rank; replaced, never changed in place."""
         self.is_complete = False
-        """whether every rank has started"""
+        """True once every rank has started."""
         self.num_answers = 0
-        """of the store"""
+        """Answers of the store so far."""
         self.error: str | None = None
-        """why the store is closed to this rank"""
+        """Reason for which the store is closed to this rank."""
         self._store = store
         self._activity = activity
         self._timeout_seconds = timeout_seconds
         self._requests: SimpleQueue[tuple[Future[Any], Callable[[TextStore], Any]] | None] = SimpleQueue()
         self._is_stopping = False
         self._num_ticks = self._num_beats = 0
-        self._idle_seconds, self._num_done, self._counted_at = 0.0, -1, time.monotonic()
+        self._idle_seconds, self._num_events, self._counted_at = 0.0, -1, time.monotonic()
         self._next_look_seconds = 0.0
         self._silent_seconds, self._next_beat, self._read_at = 0.0, b"", time.monotonic()
         self._suspects: list[bytes] | None = None
@@ -103,7 +103,7 @@ class Monitor:
     @timeout_seconds.setter
     def timeout_seconds(self, seconds: float) -> None:
         self._timeout_seconds = seconds
-        self._requests.put(None)  # the tick under way may be a long one
+        self._requests.put(None)  # wakes the thread: the current tick may be a long one
 
     @property
     def tick_seconds(self) -> float:
@@ -111,45 +111,45 @@ class Monitor:
 
     @property
     def patience_seconds(self) -> float:
-        """After this much silence a rank is given up: the news then reaches all ranks before the timeout."""
+        """Silence after which a rank is given up, so short that all ranks read of it before the timeout."""
         return self._timeout_seconds - 2 * TICKS_PER_BEAT * self.tick_seconds
 
     def ask(self, request: Callable[[TextStore], T], limit_seconds: float) -> T:
-        """The store's answer to a request; raises StoreLostError when there is none in time."""
+        """Returns the store's answer to a request; raises StoreLostError if there is none in time."""
         pending: Future[T] = Future()
         self._requests.put((pending, request))
-        ends = time.monotonic() + limit_seconds
+        deadline = time.monotonic() + limit_seconds
         while not wait([pending], POLL_SECONDS).done:
             if not self._thread.is_alive():
                 raise StoreLostError(self.error or "the monitor has ended")
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 raise StoreLostError(f"the ranks' store has not answered for {limit_seconds:.1f} s")
         return pending.result()
 
     def publish(self, reasons: dict[int, str], limit_seconds: float) -> None:
-        """Tells all ranks that these have failed, and sees the store take it."""
+        """Tells all ranks that these have failed. Returns when the store has it."""
         self.ask(lambda store: self._publish(reasons), limit_seconds)
 
     def beats(self, limit_seconds: float) -> list[bytes]:
-        """The last heartbeat of every rank."""
+        """Returns the last heartbeat of every rank."""
         return self.ask(lambda store: store.multi_get(_beat_keys(self.size)), limit_seconds)
 
     def missing_in(self, store: TextStore) -> list[int]:
-        """A request: ranks that have not started."""
+        """Request for `ask`: returns the ranks that have not started."""
         return [rank for rank in range(self.size) if not store.check([_beat_key(rank)])]
 
     def read_failures(self, limit_seconds: float) -> dict[int, str]:
-        """What has failed by now, which may be newer than `failures`."""
-        self.ask(lambda store: self._hear(store.multi_get([FAILED])[0]), limit_seconds)
+        """Reads the failures from the store, and returns them. They may be newer than `failures`."""
+        self.ask(lambda store: self._note_failures(store.multi_get([FAILED])[0]), limit_seconds)
         return self.failures
 
     def has_everyone_heard(self, limit_seconds: float) -> bool:
-        """Whether all ranks, also those that are given up, have read of the first failure."""
+        """Returns whether all ranks, including failed ones, have read of the first failure."""
         heard = self.ask(lambda store: store.multi_get([HEARD])[0], limit_seconds).split()
         return all(str(rank).encode() in heard for rank in range(self.size))
 
     def stop(self, limit_seconds: float) -> bool:
-        """Says that this rank leaves, and ends the thread; False if the store keeps it for longer."""
+        """Publishes that this rank leaves, and ends the thread. Returns False if the store blocks it past the limit."""
         self._is_stopping = True
         self._requests.put(None)
         if current_thread() is not self._thread:
@@ -166,7 +166,7 @@ class Monitor:
                 self._serve_until_tick()
                 self._tick()
             self._write_beat(has_left=True)
-        except Exception as error:  # the store is gone: nothing can be said or heard any more
+        except Exception as error:  # the store is gone
             self.error = str(error).splitlines()[0] if str(error) else type(error).__name__
         finally:
             del self._store
@@ -176,15 +176,15 @@ class Monitor:
         started = time.monotonic()
         while not self._is_stopping:
             tick = self.tick_seconds if self.is_complete else min(shortest, self.tick_seconds)
-            left = started + tick - time.monotonic()
-            if left <= 0:
+            remaining = started + tick - time.monotonic()
+            if remaining <= 0:
                 return
             try:
-                asked = self._requests.get(timeout=left)
+                item = self._requests.get(timeout=remaining)
             except Empty:
                 return
-            if asked is not None:
-                self._serve(*asked)
+            if item is not None:
+                self._serve(*item)
 
     def _serve(self, pending: Future[Any], request: Callable[[TextStore], Any]) -> None:
         try:
@@ -203,15 +203,15 @@ class Monitor:
         if not self.is_complete and self._num_ticks % TICKS_PER_BEAT == 1:
             self.is_complete = self._store.add(PRESENT, 0) >= self.size
         elif not self.is_complete:
-            self._hear(self._store.multi_get([FAILED])[0])
+            self._note_failures(self._store.multi_get([FAILED])[0])
         elif self._is_stalled():
             failed, *beats = self._store.multi_get([FAILED, *_beat_keys(self.size)])
-            self._hear(failed)
-            self._judge_stall([Beat.decode(beat) for beat in beats])
+            self._note_failures(failed)
+            self._check_stall([Beat.decode(beat) for beat in beats])
         else:
             failed, beat = self._store.multi_get([FAILED, _beat_key((self.rank + 1) % self.size)])
-            self._hear(failed)
-            self._judge_silence(beat)
+            self._note_failures(failed)
+            self._check_silence(beat)
         self.num_answers += 1
 
     def _write_beat(self, has_left: bool = False) -> None:
@@ -221,22 +221,23 @@ class Monitor:
         self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
 
     def _count_idle(self) -> None:
-        """Time in which this process was stopped does not count: it could not have made progress."""
+        """Counts the time without progress. Time in which this process was stopped does not count."""
         now = time.monotonic()
         passed, self._counted_at = min(now - self._counted_at, 3 * self.tick_seconds), now
-        if self._activity.num_done != self._num_done:
-            self._idle_seconds, self._num_done, self._next_look_seconds = 0.0, self._activity.num_done, 0.0
+        if self._activity.num_events != self._num_events:
+            self._idle_seconds, self._num_events, self._next_look_seconds = 0.0, self._activity.num_events, 0.0
         else:
             self._idle_seconds += passed
 
     def _is_stalled(self) -> bool:
-        """Whether this rank has waited for so long that it must find out who keeps it waiting."""
+        """Returns whether this rank has waited so long that it must find out which rank it waits for."""
         if self._idle_seconds < max(self.stall_seconds, self._next_look_seconds) or not self._activity.is_in_wait:
             return False
         self._next_look_seconds = self._idle_seconds + max(self.stall_seconds / 10, TICKS_PER_BEAT * self.tick_seconds)
         return True
 
-    def _judge_stall(self, beats: list[Beat]) -> None:
+    def _check_stall(self, beats: list[Beat]) -> None:
+        """Publishes the ranks that hang."""
         stalled = {
             rank: f"no progress for {beat.idle_seconds:.0f} s, it hangs ({beat.place})"
             for rank, beat in enumerate(beats)
@@ -245,18 +246,18 @@ class Monitor:
         working = {rank: text for rank, text in stalled.items() if not beats[rank].is_waiting}
         if working:
             self._publish(working)
-        elif len(stalled) == self.size:  # all wait for each other: their calls do not fit together
+        elif len(stalled) == self.size:  # all wait for each other: their calls do not match
             self._publish(stalled)
 
-    def _judge_silence(self, beat: bytes) -> None:
-        """The next rank's heartbeat must change. Only time in which the store answered counts."""
+    def _check_silence(self, beat: bytes) -> None:
+        """Publishes the next rank if its heartbeat has stopped. Only time in which the store answered counts."""
         now = time.monotonic()
         passed, self._read_at = min(now - self._read_at, 3 * self.tick_seconds), now
         if beat != self._next_beat or Beat.decode(beat).has_left:
             self._next_beat, self._silent_seconds, self._suspects = beat, 0.0, None
             return
         self._silent_seconds += passed
-        # A whole host may be gone. Its ranks watch each other, so look at all of them before the first is given up.
+        # If a whole host is lost, its ranks watched each other. So compare all heartbeats before giving one up.
         if self._suspects is None and self._silent_seconds > self.patience_seconds / 2:
             self._suspects = self._store.multi_get(_beat_keys(self.size))
         elif self._suspects is not None and self._silent_seconds > self.patience_seconds:
@@ -266,9 +267,10 @@ class Monitor:
     def _publish(self, reasons: dict[int, str]) -> None:
         new = {rank: text for rank, text in reasons.items() if rank not in self.failures}
         self._store.append(FAILED, lines_of(new))
-        self._hear(self._store.multi_get([FAILED])[0])  # an append has no answer of its own
+        self._note_failures(self._store.multi_get([FAILED])[0])  # reading back shows that the append has arrived
 
-    def _hear(self, failed: bytes) -> None:
+    def _note_failures(self, failed: bytes) -> None:
+        """Takes over failures read from the store, and acknowledges the first."""
         failures: dict[int, str] = {}
         for line in failed.decode(errors="replace").splitlines():
             rank, text = json.loads(line)
@@ -285,12 +287,13 @@ def lines_of(failures: dict[int, str]) -> str:
 
 
 def unchanged(before: list[bytes], after: list[bytes]) -> list[int]:
-    """Ranks that have not written between two looks, and have not left either."""
+    """Returns the ranks whose heartbeat did not change between two readings, except those that have left."""
     pairs = zip(before, after, strict=True)
     return [rank for rank, (old, new) in enumerate(pairs) if old == new and not Beat.decode(new).has_left]
 
 
 def left(beats: list[bytes]) -> list[int]:
+    """Returns the ranks that have left."""
     return [rank for rank, beat in enumerate(beats) if Beat.decode(beat).has_left]
 
 

@@ -1,4 +1,4 @@
-"""The sockets of a world: how many it needs, and how to close them under threads that wait for them."""
+"""The sockets of a world: raises the limit of open files, and shuts sockets down while threads wait in them."""
 
 import os
 import resource
@@ -6,18 +6,18 @@ import socket
 from pathlib import Path
 
 FILES_OF_A_GROUP = 8
-"""open files of a gloo group that are not connections: its listener, its event queue and the like"""
+"""Open files of a gloo group that are not connections, such as its listener and its event queue."""
 FILES_OF_A_STORE = 3
-"""open files of a client of the store; its holder has as many again for every rank"""
+"""Open files of a client of the store; the process that holds the store has as many for every rank."""
 SPARE_FILES = 64
-"""left for data, checkpoints and whatever else the process opens"""
+"""Open files left for data, checkpoints and anything else that the process opens."""
 _FOLDER = Path("/proc/self/fd")
 
 
 def check_open_files(size: int, num_groups: int, holds_store: bool) -> None:
-    """Raises the limit of open files to what a world needs; refuses when that is not allowed.
+    """Raises the limit of open files to what a world needs, or raises OSError if the system does not allow it.
 
-    Without this, a rank that runs out of sockets while the ranks connect leaves all others waiting.
+    Without this, a rank that runs out of sockets during the start leaves all others waiting.
     """
     num_stores = size if holds_store else 1
     reserve_files(
@@ -27,6 +27,7 @@ def check_open_files(size: int, num_groups: int, holds_store: bool) -> None:
 
 
 def reserve_files(num_files: int, why: str) -> None:
+    """Raises the limit of open files by what is needed for this many more. why: begins the error message."""
     needed = len(list(_FOLDER.iterdir())) + num_files + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -40,7 +41,7 @@ def reserve_files(num_files: int, why: str) -> None:
 
 
 class Sockets:
-    """The sockets that this process opened since this object was made, until `settle` was called."""
+    """The sockets that this process opened between the creation of this object and `settle`."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -51,31 +52,31 @@ class Sockets:
         self._own = _open_sockets() - self._before
 
     def shut_down(self) -> None:
-        """Every thread that waits for one of them gets an error at once. Other ranks see closed connections.
+        """Shuts the sockets down: threads that wait for one get an error at once, other ranks see closed connections.
 
-        torch's gloo has no way to give up a collective, and a thread that sits in one when the interpreter ends aborts
-        the whole process as soon as it comes back.
+        torch's gloo cannot cancel a collective, and a thread that returns from one while the interpreter shuts down
+        aborts the process.
         """
         if os.getpid() != self._process:
-            return  # a fork has the same sockets, but they are not its own
-        for descriptor, number in self._own if self._own is not None else _open_sockets() - self._before:
+            return  # a fork shares its parent's sockets, and must not close them
+        for descriptor, inode in self._own if self._own is not None else _open_sockets() - self._before:
             try:
-                if os.fstat(descriptor).st_ino == number:
+                if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        connection.getpeername()  # raises for a listener: gloo aborts when one of them fails
+                        connection.getpeername()  # raises for a listener, which must stay: gloo aborts if it fails
                         connection.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed meanwhile, or not connected
                 continue
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptors, with the numbers that tell a socket from a later one with the same descriptor."""
+    """Returns descriptors with inode numbers, which tell a socket from a later one with the same descriptor."""
     sockets = set()
     for entry in _FOLDER.iterdir():
         try:
-            kind, _, number = str(entry.readlink()).partition(":")
+            kind, _, inode = str(entry.readlink()).partition(":")
         except OSError:  # closed meanwhile
             continue
         if kind == "socket":
-            sockets.add((int(entry.name), int(number.strip("[]"))))
+            sockets.add((int(entry.name), int(inode.strip("[]"))))
     return sockets

@@ -1,29 +1,29 @@
-"""Waiting for other ranks: never without a limit, and with the reason when it ends badly.
+"""Waits for other ranks: always with a limit, and with a reason if a wait fails.
 
-The ranks have a TCP store in common. It carries what no collective can carry once a rank is lost. The process that
+The ranks share a TCP store. It carries messages that no collective can carry once a rank is lost. The process that
 holds the store may itself be lost, and then a request to it blocks for ever. So one thread of each rank, the monitor,
-makes all requests, and every other thread looks at what the monitor knows.
+makes all requests, and every other thread reads the monitor's attributes.
 
 A tick is a second, or a 25th of `timeout_seconds` if that is less. In each tick the monitor makes one request:
 
 - Every third tick it writes its heartbeat: how long the rank has made no progress, whether it waits for other ranks,
-  and where it is. The heartbeat goes on whatever the rank's other threads do: reading, compiling, saving.
+  and where it is. The heartbeat continues while the rank's other threads read, compile or save.
 - In the other ticks it reads, in one request, all failures and the heartbeat of the next rank. So every rank is watched
-  by one other, and the load of the store is one request a rank and tick, however many ranks there are.
+  by one other, and the store gets one request per rank and tick.
 
-What is concluded, and by whom:
+Failures, and who detects them:
 
 - A rank that raises or is interrupted adds its text to the failures, at once.
 - The heartbeat of the next rank has not changed for nearly `timeout_seconds`, while the store answered: that process is
-  stopped, dead, or cut off. Its watcher adds it to the failures, with all others whose heartbeat has stopped.
-- A collective reports a closed connection: the rank that met it compares two readings of all heartbeats, a beat apart,
-  and adds those that did not change to the failures: they have died.
+  stopped, dead, or cut off. Its watcher adds it, and all others whose heartbeat has stopped, to the failures.
+- A collective reports a closed connection: the rank that gets the error compares two readings of all heartbeats, a beat
+  apart. Ranks whose heartbeat did not change have died; it adds them to the failures.
 - A rank that waits has made no progress for `stall_seconds`: it reads all heartbeats. Ranks that do not wait and made
-  no progress for as long hang: it adds them to the failures. If all ranks wait, they wait for each other.
-- The store has not answered a waiting rank for nearly `timeout_seconds`: whoever holds it is stopped, or this rank is
-  cut off. Each rank concludes that for itself. A store that was closed ends only waits for other ranks: at the end of a
-  run its holder may leave first.
-- Every rank that finds a failure, its own name included, raises RankError from its next wait, or from the one it is in.
+  no progress for as long hang; it adds them to the failures. If all ranks wait, they wait for each other.
+- The store has not answered a waiting rank for nearly `timeout_seconds`: the process that holds it is stopped, or this
+  rank is cut off. Each rank concludes this for itself. If the store was closed, only waits for other ranks fail: at the
+  end of a run the process that holds it may leave first.
+- Every rank that reads of a failure, even its own, raises RankError from its current or next wait.
 """
 
 import os
@@ -48,18 +48,18 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 START_SECONDS = 120.0
-"""how long ranks may take to find each other"""
+"""Time that ranks may take to find each other."""
 REPORT_SECONDS = 2.0
-"""how long a rank that fails tries to say so"""
+"""Time that a failing rank tries to report its failure."""
 ROLL_CALL_SECONDS = 1.5
-"""the least time between the two readings of heartbeats that tell who has died"""
+"""Shortest time between the two readings of heartbeats that show which ranks have died."""
 DIED = "its connection was closed, it has died"
 CLOSED = "was closed"
 STOPPED = "that process is stopped, or cut off"
 
 
 class RankError(RuntimeError):
-    """Another rank failed, died or hangs; the text says which, where, and why if it could tell."""
+    """Another rank failed, died or hangs. The text says which, where, and why if that is known."""
 
 
 class LostConnectionError(ConnectionError):
@@ -67,7 +67,7 @@ class LostConnectionError(ConnectionError):
 
 
 class Watch:
-    """The waits of a rank. A rank alone has no monitor: its waits end when the work does, or with Ctrl-C."""
+    """The waits of a rank. In a world of one there is no monitor: a wait ends with the work, or with Ctrl-C."""
 
     def __init__(
         self, rank: int, size: int, store: TextStore | None, timeout_seconds: float, stall_seconds: float = 600.0
@@ -75,18 +75,18 @@ class Watch:
         self.rank = rank
         self.size = size
         self.failure: BaseException | None = None
-        """why this world can no longer be used"""
+        """Reason for which this world can no longer be used."""
         self._timeout_seconds, self._stall_seconds = timeout_seconds, stall_seconds
         self._activity = Activity()
         self._monitor = (
             None if store is None else Monitor(rank, size, store, self._activity, timeout_seconds, stall_seconds)
         )
-        # Otherwise the process that started the ranks does: torchrun, or `nestpipe train --ranks`.
+        # If rank 0 does not hold it, the process that started the ranks does: torchrun, or `nestpipe train --ranks`.
         self._rank_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     @property
     def where(self) -> str:
-        """The step this rank is at, for messages."""
+        """Step that this rank is at, for messages."""
         return self._activity.where
 
     @where.setter
@@ -95,7 +95,7 @@ class Watch:
 
     @property
     def timeout_seconds(self) -> float:
-        """A rank that shows no sign of life for as long is given up."""
+        """Time without a sign of life after which a rank is given up."""
         return self._timeout_seconds
 
     @timeout_seconds.setter
@@ -106,7 +106,7 @@ class Watch:
 
     @property
     def stall_seconds(self) -> float:
-        """A rank that lives, but makes no progress for as long while others wait, is given up."""
+        """Time without progress after which a living rank is given up, if others wait for it."""
         return self._stall_seconds
 
     @stall_seconds.setter
@@ -116,9 +116,9 @@ class Watch:
             self._monitor.stall_seconds = seconds
 
     def wait(self, pending: Future[T], stage: str, is_remote: bool = True) -> T:
-        """The result of a lane's work. The caller's thread stays open to Ctrl-C.
+        """Waits for a lane's work, open to Ctrl-C, and returns its result.
 
-        is_remote: the work needs other ranks. Other work may go on when the store has been closed.
+        is_remote: the work needs other ranks. Other work may continue after the store has been closed.
         """
         self.check()
         if not pending.done():
@@ -129,7 +129,7 @@ class Watch:
         return pending.result()
 
     def check(self) -> None:
-        """Raises if these ranks have failed before: collectives of theirs may still be under way."""
+        """Raises if these ranks have failed before: their collectives may still be under way."""
         if self.failure is not None:
             raise RankError(f"these ranks have failed before: {self.failure}; start them again")
 
@@ -141,7 +141,7 @@ class Watch:
             if monitor is None:
                 continue
             now = time.monotonic()
-            # Time in which this process was stopped does not count, nor what it did not look at meanwhile.
+            # Time in which this process was stopped does not count.
             passed, looked = min(now - looked, 10 * POLL_SECONDS), now
             waited += passed
             unanswered = unanswered + passed if monitor.num_answers == num_answers else 0.0
@@ -157,25 +157,25 @@ class Watch:
                 raise self._lost(stage, self._missing(monitor))
 
     def explained(self, error: Exception, stage: str) -> Exception:
-        """A lost connection becomes an error that says which rank, and why; others stay as they are."""
+        """Turns a lost connection into an error that says which rank failed and why. Returns other errors unchanged."""
         if not isinstance(error, LostConnectionError) or self._monitor is None:
             return error
         reasons: dict[int, str] | str
         try:
-            reasons = found = self._roll_call(self._monitor, str(error))
-            self._monitor.publish(found, REPORT_SECONDS)
+            reasons = failures = self._roll_call(self._monitor, str(error))
+            self._monitor.publish(failures, REPORT_SECONDS)
         except StoreLostError:
             reasons = self._monitor.failures or self._holder(CLOSED)
         return self._lost(stage, reasons)
 
     def agreed(self, error: E) -> E:
-        """Marks an error that all ranks raise at the same place: they can go on together afterwards."""
+        """Marks an error that all ranks raise at the same place, so that they can continue together. Returns it."""
         error._nestpipe_is_agreed = True  # type: ignore[attr-defined]
         return error
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Around what other ranks take part in: an error they do not know of is told to them."""
+        """Reports an error inside the context to the other ranks, unless they know of it."""
         try:
             yield
         except BaseException as error:
@@ -183,27 +183,27 @@ class Watch:
             raise
 
     def report(self, error: BaseException) -> None:
-        """Tells the other ranks, wherever they wait, that this one goes no further."""
+        """Tells the other ranks, wherever they wait, that this one has failed."""
         if self._monitor is not None and self.failure is None and not getattr(error, "_nestpipe_is_agreed", False):
             self.failure = error
             try:
                 self._monitor.publish({self.rank: describe(error)}, REPORT_SECONDS)
             except StoreLostError:
-                return  # the others find out by themselves
+                return  # the others will notice that this rank is gone
             self._linger()
 
     def post(self, key: str, text: str) -> None:
-        """Leaves a text for other ranks; returns when the store has it."""
+        """Posts a text for other ranks. Returns when the store has it."""
 
         def put(store: TextStore) -> bool:
             store.set(key, text)
-            return store.check([key])  # has an answer, unlike set
+            return store.check([key])  # waits for an answer, unlike set
 
         if self._monitor is not None:
             self._ask(self._monitor, put, False)
 
     def read(self, key: str) -> str:
-        """Another rank's text, or what to say when it cannot be read."""
+        """Returns another rank's text, or a substitute if it cannot be read."""
         unread = "(its text could not be read)"
         if self._monitor is None:
             return unread
@@ -214,15 +214,15 @@ class Watch:
         return self._ask(self._monitor, get, unread)
 
     def busy(self) -> AbstractContextManager[None]:
-        """Around long work without collectives, so that an error can say what a rank was at."""
+        """Marks long work without collectives, so that an error can say where a rank was."""
         return self.doing("long work")
 
     def doing(self, place: str, is_remote: bool = False) -> AbstractContextManager[None]:
-        """Around work of one thread, so that an error can say where a rank hangs."""
+        """Marks work of one thread, so that an error can say where a rank hangs."""
         return self._activity.doing(place, is_remote)
 
     def stop(self, limit_seconds: float) -> bool:
-        """Ends the monitor; False if the store keeps it."""
+        """Ends the monitor. Returns False if the store blocks it past the limit."""
         return self._monitor is None or self._monitor.stop(limit_seconds)
 
     def _ask(self, monitor: Monitor, request: Callable[[TextStore], T], otherwise: T) -> T:
@@ -232,15 +232,15 @@ class Watch:
             return otherwise
 
     def _roll_call(self, monitor: Monitor, error: str) -> dict[int, str]:
-        """Ranks that have failed, left or died."""
+        """Returns the ranks that have failed, left or died, with reasons."""
         limit = monitor.patience_seconds
         if failures := monitor.read_failures(limit):
             return failures
         if not monitor.is_complete and (missing := monitor.ask(monitor.missing_in, limit)):
             return dict.fromkeys(missing, "it has not started")
         before = monitor.beats(limit)
-        ends = time.monotonic() + max(ROLL_CALL_SECONDS, (TICKS_PER_BEAT + 2) * monitor.tick_seconds)
-        while time.monotonic() < ends and not monitor.failures:
+        deadline = time.monotonic() + max(ROLL_CALL_SECONDS, (TICKS_PER_BEAT + 2) * monitor.tick_seconds)
+        while time.monotonic() < deadline and not monitor.failures:
             time.sleep(POLL_SECONDS)
         if failures := monitor.read_failures(limit):
             return failures
@@ -256,7 +256,7 @@ class Watch:
         return dict.fromkeys(missing, f"it has not started within {START_SECONDS:.0f} s")
 
     def _holder(self, reason: str) -> dict[int, str] | str:
-        """Says that whoever holds the store is lost."""
+        """Returns the failure of the process that holds the store."""
         if self._rank_holds_store and self.rank != 0:
             return {
                 0: DIED if reason == CLOSED else f"it holds the ranks' store, which {reason}: {STOPPED} from this rank"
@@ -274,13 +274,13 @@ class Watch:
         return self.failure
 
     def _linger(self) -> None:
-        """This process may hold the store: it must not end before all ranks have read of the failure."""
+        """Waits until all ranks have read of the failure, if this process holds the store."""
         monitor = self._monitor
         if monitor is None or not self._rank_holds_store or self.rank != 0:
             return
-        ends = time.monotonic() + TICKS_PER_BEAT * monitor.tick_seconds
+        deadline = time.monotonic() + TICKS_PER_BEAT * monitor.tick_seconds
         try:
-            while time.monotonic() < ends and not monitor.has_everyone_heard(REPORT_SECONDS):
+            while time.monotonic() < deadline and not monitor.has_everyone_heard(REPORT_SECONDS):
                 time.sleep(POLL_SECONDS)
         except StoreLostError:
             return

@@ -27,11 +27,11 @@ from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.watch import Watch
 
 NUM_GROUPS = 5
-"""gloo groups of a world, each with a connection to every other rank; see docs/distributed.md"""
+"""Number of gloo groups of a world, each with a connection to every other rank; see docs/distributed.md."""
 
 
 class Reduction(Protocol):
-    """Collectives that ranks begin one by one and end together."""
+    """A set of collectives that ranks begin one by one and complete together."""
 
     @property
     def has_begun(self) -> bool: ...
@@ -39,7 +39,7 @@ class Reduction(Protocol):
 
 
 class World:
-    """One process among `size`. `World()` is a world of one, without a process group."""
+    """This rank among `size` ranks. `World()` is a world of one, without a process group."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class World:
         stall_seconds: float = 600.0,
         link: Link | None = None,
     ) -> None:
-        """backend: gloo, or nccl, which carries what is in device memory. has_issuer: whether one thread issues all
-        collectives of rows and dense gradients, in schedule order; None: if the backend needs it.
+        """backend: "gloo", or "nccl", which carries device memory. has_issuer: one thread issues all collectives of
+        rows and dense gradients, in schedule order; None if the backend decides.
 
-        timeout_seconds: a rank that shows no sign of life for as long ends the run. stall_seconds: so does one that
-        lives but makes no progress. link: to the other ranks; None: torch.distributed has been initialised, and leads
-        to them.
+        timeout_seconds: time without a sign of life after which a rank ends the run. stall_seconds: time without
+        progress after which a living rank does. link: connections to the other ranks; by default, those of
+        torch.distributed or of the environment.
         """
         self.rank = rank
         self.size = size
         self.device = full_device(device)
-        """of the model and of the rows in training"""
+        """Device of the model and of the rows in training."""
         self.streams = Streams(self.device)
         self.runs_ahead = is_accelerator(self.device)
-        """whether the host runs ahead of the device: what a step computes is known later than it is launched"""
+        """True if the host runs ahead of the device, so that results are known later than they are launched."""
         self.backend = backend
         if size > 1 and link is None:
             link = _link(rank, size, timeout_seconds, stall_seconds)
@@ -73,12 +73,12 @@ class World:
         self.watch = link.watch if link is not None else Watch(rank, size, None, timeout_seconds, stall_seconds)
         needs_issuer = backend == "nccl" if has_issuer is None else has_issuer
         self.issuer = Lane("issuer") if size > 1 and needs_issuer else None
-        """the one thread that issues collectives of device memory; None: each lane issues its own"""
+        """The one thread that issues collectives of device memory; None if each lane issues its own."""
         self.route = self._channel("route")
         self.rows = self._channel("row exchange", is_on_device=True)
         self.gradients = self._channel("gradient return", is_on_device=True)
         self.dense = self._channel("dense reduction", is_on_device=True, needs_host=True)
-        # All three are used by the caller's thread only, which waits for each, so they may share a group.
+        # Only the caller's thread uses these three, and waits for each collective. So they can share a group.
         group, lane = link.group if link is not None else None, Lane("agreement")
         self.evaluate = Channel("evaluation", self.watch, group, self.streams, lane)
         self.control = Channel("agreement", self.watch, group, self.streams, lane)
@@ -94,69 +94,70 @@ class World:
         backend: str = "auto",
         stall_seconds: float = 600.0,
     ) -> "World":
-        """The ranks that torchrun, or another launcher that sets its variables, has started; otherwise a world of one.
+        """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
+        one.
 
-        device: None takes the accelerator if there is one. What was found is printed once, by rank 0.
+        device: None takes the accelerator if there is one. Rank 0 then prints ranks and device once.
         """
-        global _of_environment
+        global _environment_world
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
         own_device = device_of_rank(default_device() if device is None else device, local_rank)
         if size == 1:
-            choose_backend(backend, [device_place(own_device)])  # refuses one that is not to be had here
+            choose_backend(backend, [device_place(own_device)])  # refuses a backend that is not available
             world = World(device=own_device)
         else:
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
             link = _link(rank, size, timeout_seconds, stall_seconds)
             chosen = choose_backend(backend, link.gather(device_place(own_device)))
             world = World(rank, size, timeout_seconds, own_device, chosen, link=link)
-            _of_environment = ref(world)
+            _environment_world = ref(world)
         if device is None:
             _print_once(world)
         return world
 
     @staticmethod
     def given_or_found(world: "World | None") -> "World":
-        """The given world; for None the environment's: the one that this process has already, or a new one."""
+        """Returns the given world; for None, the environment's: the one that this process has joined, or a new one."""
         if world is not None:
             return world
-        known = _of_environment() if _of_environment is not None else None
+        known = _environment_world() if _environment_world is not None else None
         return known if known is not None else World.from_environment()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around long work of one rank, for messages. The others wait for it, with or without this."""
+        """Marks long work of one rank, for messages. The other ranks wait for it in any case."""
         with self.watch.busy():
             yield
 
     def when_left(self, reduction: "Reduction") -> None:
-        """As long as it lives it is completed when a step is left halfway. Call it on all ranks, in the same order."""
+        """Registers a reduction to complete when a step is left halfway. Call it on all ranks, in the same order."""
         self._reductions.append(ref(reduction))
 
     def leave(self) -> None:
-        """On all ranks, when a step is left halfway. What some ranks have begun together and others not, all complete;
-        otherwise the next collectives would meet those."""
-        alive = {i: found for i, reference in enumerate(self._reductions) if (found := reference()) is not None}
+        """Completes, on all ranks, every reduction that any rank has begun. Call it on all ranks when a step is left
+        halfway: an unfinished collective would be matched with a later one."""
+        alive = {i: live for i, reference in enumerate(self._reductions) if (live := reference()) is not None}
         begun = [i for i, reduction in alive.items() if reduction.has_begun]
         for i in sorted({i for text in self.control.share_text(json.dumps(begun)) for i in json.loads(text)}):
             alive[i].complete()
 
     def finish_device(self) -> None:
-        """Waits until the device has done all it was given, unless another rank is lost."""
+        """Waits until the device has finished its work. Raises if another rank is lost meanwhile."""
         if self.size == 1 or not self.runs_ahead:
             finish_all(self.device)
             return
-        lane = Lane("device")  # the device may be in a collective that a lost rank never joins
+        lane = Lane("device")  # the device may wait for a rank that is lost
         self.watch.wait(lane.submit(lambda: finish_all(self.device)), "the end of the run")
         lane.close()
 
     def close(self) -> None:
-        """Ends the threads of this world, and its groups. After a failure no other rank is waited for."""
-        global _of_environment
+        """Ends the threads and groups of this world. Does not wait for other ranks after a failure."""
+        global _environment_world
         if self._link is None:
             return
-        if _of_environment is not None and _of_environment() is self:
-            _of_environment = None
+        if _environment_world is not None and _environment_world() is self:
+            _environment_world = None
         if self.watch.failure is None:
             channels = self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control, self.commit
             for channel in channels:
@@ -171,7 +172,7 @@ class World:
         lane, device_group = None, None
         if is_on_device and self.issuer is not None:
             lane = self.issuer
-            if self.backend == "nccl" or not self.runs_ahead:  # gloo cannot take what is on a device
+            if self.backend == "nccl" or not self.runs_ahead:  # gloo cannot send device memory
                 device_group = self._group(self.backend)
         group = self._group("gloo") if device_group is None or needs_host else None
         return Channel(name, self.watch, group, self.streams, lane, device_group)
@@ -180,13 +181,13 @@ class World:
         return self._link.new_group(backend) if self._link is not None else None
 
 
-_of_environment: "ReferenceType[World] | None" = None
-"""the world of several ranks that this process has joined, until it is closed"""
+_environment_world: "ReferenceType[World] | None" = None
+"""World of several ranks that this process has joined from its environment, until it is closed."""
 _has_printed = False
 
 
 def _print_once(world: World) -> None:
-    """What nobody said, but the environment: a run that trains on less than the user thinks must not be silent."""
+    """Prints ranks and device, which the environment decided: the user may expect more than there are."""
     global _has_printed
     if world.rank == 0 and not _has_printed:
         ranks = "1 rank" if world.size == 1 else f"{world.size} ranks, {world.backend} between them"

@@ -1,4 +1,4 @@
-"""How much device memory the embedding part of a rank needs for a batch: a formula, known before a row is retrieved.
+"""The device memory that the embedding part of a rank needs for a batch: a formula, known before a row is retrieved.
 
     records     2 x 1.25 x owned keys x (row + row state)      of the batch in training and of the next one
     lists       batches under way x (positions, occurrences, inputs, plans), and 3 x 2 slots of each owned key
@@ -7,8 +7,8 @@
     gradients   of those rows; summed by the requester; at the owner for each requester; their sum
     messages    messages of one micro-batch, unless they are in host memory
 
-The last four are taken at the moment of a batch at which they are largest together (see budget_window.py). What the
-dense model makes of a row is its own.
+The last four are counted at the moment of a batch at which their sum is largest (see budget_window.py). Memory of the
+dense model, such as pooled rows, is not included.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """What one rank needs. The module explains each term."""
+    """Bytes that one rank needs. The module's docstring explains each term."""
 
     records: int = 0
     lists: int = 0
@@ -49,7 +49,7 @@ class DeviceBytes:
     gradients: int = 0
     messages: int = 0
     staging: int = 0
-    """pinned host memory: mirrors of the records; messages, if they are there"""
+    """Pinned host memory: mirrors of the records, and messages if they are in host memory."""
 
     @property
     def terms(self) -> Mapping[str, int]:
@@ -65,35 +65,35 @@ class DeviceBytes:
 
 
 class DeviceBudget:
-    """The formula, batch by batch, against a budget. Arrays of records never shrink, so it remembers their sizes."""
+    """Compares the needs of each batch with a budget. Arrays of records never shrink, so it keeps their sizes."""
 
     def __init__(
         self, budget_bytes: int, memory: Memory, *, is_windowed: bool, is_overlapping: bool, is_staged: bool
     ) -> None:
-        """is_staged: messages are in host memory"""
+        """is_staged: messages are in host memory."""
         self.budget_bytes = budget_bytes
         self.largest = DeviceBytes()
-        """what a batch so far needed at most"""
+        """Largest needs of a batch so far."""
         self.peak_bytes = 0
-        """what all of them did hold at most; known at the end"""
+        """Measured peak over all batches; known at the end."""
         self._is_windowed = is_windowed
         self._is_overlapping = is_overlapping
         self._is_staged = is_staged
         self._has_mirrors = memory.has_mirrors
-        self._room: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """slots of each group's records, for even and for odd batches"""
+        self._num_slots: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        """Slots of each group's records, for even and for odd batches."""
         self._is_ended = False
         embedding_memory.start(memory.device)
 
     def end(self) -> None:
-        """Stops the count: what is made from here on is not part of it."""
+        """Stops counting: later allocations are not included."""
         if not self._is_ended:
             self._is_ended = True
             self.peak_bytes = embedding_memory.peak_bytes
             embedding_memory.stop()
 
     def error(self, number: int, route: Route, plan: Plan | None) -> ValueError | None:
-        """Returns why this batch, the number-th, does not fit."""
+        """Returns an error if this batch, the number-th, does not fit; else None."""
         window = widest(route, plan, self._is_windowed, self._is_staged)
         records = self._records(number, route)
         needed = DeviceBytes(
@@ -111,7 +111,7 @@ class DeviceBudget:
         return None
 
     def _refusal(self, needed: DeviceBytes, route: Route) -> str:
-        num_owned = sum(len(owned.keys) for owned in route.owned)
+        num_owned = sum(len(dedup.keys) for dedup in route.owner_dedups)
         num_keys = sum(len(group.keys) for group in route.batch.groups)
         return (
             f"a batch with {num_keys:,} distinct keys, {num_owned:,} owned by this rank, in "
@@ -120,25 +120,27 @@ class DeviceBudget:
         )
 
     def _records(self, number: int, route: Route) -> int:
-        """As RecordMemory makes them. One that has become too small lives until the batch before is written back."""
-        here, other = self._room[number % 2], self._room[1 - number % 2]
+        """Returns the bytes that RecordMemory allocates. An array that became too small lives until the previous batch
+        was written back."""
+        slots, other_slots = self._num_slots[number % 2], self._num_slots[1 - number % 2]
         total = 0
-        for g, owned in enumerate(route.owned):
-            num_keys, before = len(owned.keys), here.get(g, 0)
+        for g, dedup in enumerate(route.owner_dedups):
+            num_keys, before = len(dedup.keys), slots.get(g, 0)
             if num_keys > before:
-                here[g] = num_keys + num_keys // 4
+                slots[g] = num_keys + num_keys // 4
             replaced = before if num_keys > before else 0
-            room = here.get(g, 0)
-            total += (room + max(room, other.get(g, 0)) + replaced) * owned.group.record_bytes
+            current = slots.get(g, 0)
+            total += (current + max(current, other_slots.get(g, 0)) + replaced) * dedup.group.record_bytes
         return total
 
     def _lists(self, route: Route, plan: Plan | None) -> int:
-        """Those of this batch and the one before. In overlapping schedules also of the one before that, which is
-        forgotten when its successor has been written back, of two that follow, and of the overlaps of neighbours."""
-        of_batch = _tensor_bytes(route.batch) + (_tensor_bytes(plan) if plan is not None else 0)
+        """Returns the bytes of the lists of this batch and the previous one. Overlapping schedules have three more: the
+        batch before those, which is freed when its successor was written back, and the two that follow. They also
+        have the slots of the overlaps between neighbours."""
+        batch_bytes = _tensor_bytes(route.batch) + (_tensor_bytes(plan) if plan is not None else 0)
         if not self._is_overlapping:
-            return 2 * of_batch
-        return 5 * of_batch + 3 * 2 * 8 * sum(len(owned.keys) for owned in route.owned)
+            return 2 * batch_bytes
+        return 5 * batch_bytes + 3 * 2 * 8 * sum(len(dedup.keys) for dedup in route.owner_dedups)
 
 
 def megabytes(num_bytes: float) -> str:
@@ -146,12 +148,12 @@ def megabytes(num_bytes: float) -> str:
 
 
 def _tensor_bytes(value: OfTensors) -> int:
-    """Returns the bytes of all that goes to the device with a value, each tensor counted once."""
+    """Returns the bytes of all tensors that go to the device with a value, each counted once."""
     tensors: dict[int, Tensor] = {}
 
-    def see(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         tensors[id(tensor)] = tensor
         return tensor
 
-    value.map(see)
+    value.map(record)
     return sum(tensor.nbytes for tensor in tensors.values())

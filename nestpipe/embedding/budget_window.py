@@ -1,7 +1,7 @@
-"""What the exchanges of a batch hold, in bytes, at each moment: rows out, gradients back, the owner's sum.
+"""Bytes that the exchanges of a batch hold at each moment: rows out, gradients back, the owner's sum.
 
-It follows exchange/local.py and exchange/distributed.py. The caller of a step holds the rows of a micro-batch until it
-is given the next one.
+This follows exchange/local.py and exchange/distributed.py. The caller of a step holds the rows of a micro-batch until
+it gets the next one.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,14 @@ from nestpipe.embedding.route import Route
 
 @dataclass(frozen=True)
 class Moment:
+    """Bytes that are held at one moment of a batch."""
+
     kept_rows: int = 0
     rows: int = 0
     gradients: int = 0
     messages: int = 0
     in_host: int = 0
-    """messages in pinned host memory, not part of the total"""
+    """Messages in pinned host memory, not part of the total."""
 
     @property
     def total(self) -> int:
@@ -29,7 +31,7 @@ class Moment:
 def widest(route: Route, plan: Plan | None, is_windowed: bool, is_staged: bool) -> Moment:
     """Returns the moment of a batch at which its exchanges hold most.
 
-    is_windowed: exchanges run while the dense part does. is_staged: their messages are in host memory.
+    is_windowed: exchanges overlap the dense part. is_staged: messages are in host memory.
     """
     rows = _RowBytes(route.batch)
     if plan is None:
@@ -39,7 +41,7 @@ def widest(route: Route, plan: Plan | None, is_windowed: bool, is_staged: bool) 
 
 
 class _RowBytes:
-    """Bytes of the rows of each micro-batch, and of the gradients of those that are trained."""
+    """Bytes of the rows of each micro-batch, and of the gradients of those that are not frozen."""
 
     def __init__(self, batch: BatchDedup) -> None:
         trained = [group for group in batch.groups if not group.group.frozen]
@@ -51,7 +53,7 @@ class _RowBytes:
 
 
 def _alone(rows: _RowBytes) -> Iterator[Moment]:
-    """In a world of one: the rows of a micro-batch, and gradients summed once for all."""
+    """Yields the moments in a world of one: rows of a micro-batch, and one array of summed gradients."""
     num_micro_batches = len(rows.rows)
     summed = rows.distinct_trained if num_micro_batches > 1 else 0
     for i in range(num_micro_batches):
@@ -61,6 +63,8 @@ def _alone(rows: _RowBytes) -> Iterator[Moment]:
 
 
 class _AmongRanks:
+    """The moments among several ranks."""
+
     def __init__(self, rows: _RowBytes, route: Route, plan: Plan, is_windowed: bool, is_staged: bool) -> None:
         self._rows = rows
         self._plan = plan
@@ -68,7 +72,7 @@ class _AmongRanks:
         self._is_staged = is_staged
         trained = [group for group in plan.groups if not group.group.frozen]
         self._entries = sum(group.num_entries * group.group.row_bytes for group in trained)
-        self._owned = sum(len(o.keys) * o.group.row_bytes for o in route.owned if not o.group.frozen)
+        self._owned = sum(len(o.keys) * o.group.row_bytes for o in route.owner_dedups if not o.group.frozen)
         self._resent = [0] * len(rows.rows)
         if plan.window == "resend":
             for i in range(len(rows.rows)):
@@ -84,13 +88,14 @@ class _AmongRanks:
             so_far = summed + self._entries if i > 0 and not self._is_windowed else 0
             yield Moment(kept, earlier + rows.rows[i], so_far, self._messages(self._row_messages(i)))
             returned = summed + rows.gradients[i] + self._entries + self._resent[i]
-            live = sum(rows.rows[i:]) if self._is_windowed else rows.rows[i]  # rows sent ahead are there too
+            live = sum(rows.rows[i:]) if self._is_windowed else rows.rows[i]  # includes rows sent ahead
             yield Moment(kept, live, returned, self._messages(self._gradient_messages(i)))
         yield Moment(kept, rows.rows[last], summed + self._entries + self._owned)
 
     @property
     def in_host(self) -> int:
-        """Rows of two micro-batches that are sent, of one that arrive, and its gradients both ways."""
+        """Returns the bytes of messages in host memory: rows of two micro-batches sent, rows of one received, and its
+        gradients both ways."""
         if not self._is_staged:
             return 0
         micro_batches = range(len(self._rows.rows))

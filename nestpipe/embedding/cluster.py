@@ -1,4 +1,4 @@
-"""Which samples of a batch go together into a micro-batch: those that share keys."""
+"""Clustering: samples of a batch that share keys go together into a micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ CLUSTER_COSTS = ("keys", "length_squared")
 
 @dataclass(frozen=True)
 class Clustering:
-    """How the samples of a batch are distributed over micro-batches; see docs/clustering.md."""
+    """Distributes the samples of a batch over micro-batches; see docs/clustering.md."""
 
     method: str = "spectral"
-    """none: parts of nearly equal size, in the given order"""
+    """"spectral", "minhash", or "none" for parts of nearly equal size in the given order."""
     cost: str = "keys"
-    """What the parts are balanced by: keys, the number of a sample's keys, or length_squared, the square of it, where
-    attention dominates."""
+    """Cost by which the parts are balanced: "keys", the number of a sample's keys, or "length_squared", its square, for
+    models dominated by attention."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -35,10 +35,10 @@ class Clustering:
         check_integer("cluster seed", self.seed, 0, 2**64 - 1)
 
     def parts(self, features: Sequence[Jagged], num_distinct: int, num_parts: int) -> list[Tensor]:
-        """The positions of each part's samples, ascending.
+        """Returns the samples of each part, ascending.
 
-        The values of the features are not keys but their numbers among the batch's distinct keys, those of all tables
-        counted together: 0 .. num_distinct - 1, or -1 for padding.
+        The values of the features are not keys but their numbers among the distinct keys of all tables:
+        0 .. num_distinct - 1, or -1 for padding.
         """
         if not features:
             raise ValueError("clustering needs at least one feature: without any, the number of samples is unknown")
@@ -51,16 +51,17 @@ class Clustering:
         return list(order.tensor_split(part_offsets[1:-1]))
 
     def keeps_order(self, num_parts: int) -> bool:
+        """Returns whether the samples stay in the given order."""
         return self.method == "none" or num_parts == 1
 
     def costs(self, features: Sequence[Jagged]) -> Tensor:
-        """What each sample costs [num_samples]; padding counts, and a sample without keys costs 1."""
+        """Returns the cost of each sample [num_samples]. Padding counts, and a sample without keys costs 1."""
         num_keys = torch.stack([feature.lengths for feature in features]).sum(0).clamp(min=1).double()
         return num_keys.square() if self.cost == "length_squared" else num_keys
 
 
 def in_order(num_samples: int, num_parts: int) -> list[Tensor]:
-    """Parts of nearly equal size; the last ones are empty when there are too few samples."""
+    """Returns parts of nearly equal size; the last ones are empty if there are too few samples."""
     return list(torch.arange(num_samples).tensor_split(num_parts))
 
 

@@ -1,8 +1,8 @@
-"""The requester's dedup of a batch: which rows it needs, and where they go.
+"""The requester's dedup of a batch: the rows that it needs, and where they are used.
 
-For each table group: the distinct keys of the batch, ascending by (owner, table, first use). The place of a key in this
-list is its position; all that follows speaks of positions. A micro-batch has the rows of its own distinct keys, table
-after table; the row index of a feature says which of its table's rows each key has.
+For each table group: the distinct keys of the batch, ascending by (owner, table, first use). The index of a key in this
+list is its position, by which later stages refer to it. A micro-batch has the rows of its own distinct keys, table
+after table. The row index of a feature gives, for each of its keys, the row among those of its table.
 """
 
 import math
@@ -28,13 +28,13 @@ class FeaturePart:
     """The occurrences of a feature's keys in one micro-batch."""
 
     index: Tensor
-    """[n] row of each key among those of its table; one beyond the last row for padding"""
+    """[n] row of each key among those of its table; one past the last row for padding."""
     offsets: Tensor
-    """[samples + 1] where each sample begins"""
+    """[samples + 1] start of each sample."""
     host_offsets: Tensor
-    """the same, in host memory"""
+    """`offsets` in host memory."""
     weights: Tensor | None
-    """[n] one for each key"""
+    """[n] weight of each key."""
 
 
 @dataclass(frozen=True)
@@ -43,36 +43,36 @@ class RequesterDedup:
 
     group: TableGroup
     keys: Tensor
-    """[n] distinct keys, by position"""
+    """[n] distinct keys, by position."""
     counts: Tensor
-    """[ranks, tables] int32: distinct keys that each owner has of each table"""
+    """[ranks, tables] int32: distinct keys of each table that each rank owns."""
     uses: Tensor
-    """[n, bytes] a bit for each micro-batch, least significant first: whether it uses the key"""
+    """[n, bytes] bits, least significant first: bit i is set if micro-batch i uses the key."""
     row_positions: Tensor
-    """positions of the rows of each micro-batch, one behind the other; those of a micro-batch by (table, position)"""
+    """Positions of the rows of each micro-batch, concatenated; within a micro-batch by (table, position)."""
     is_first: Tensor
-    """bool for each of them: whether no earlier micro-batch has this position"""
+    """[row positions] bool: True if no earlier micro-batch has the position."""
     row_counts: NDArray[np.int64]
-    """[micro-batches, tables] rows of each"""
+    """[micro-batches, tables] number of rows."""
     row_offsets: list[int]
-    """[micro-batches + 1] where each begins in row_positions"""
+    """[micro-batches + 1] start of each micro-batch in row_positions."""
     index: Tensor
-    """[occurrences] by (micro-batch, feature, sample): the row among those of the feature's table; the number of
-    those rows stands for padding"""
+    """[occurrences] by (micro-batch, feature, sample): the row among those of the feature's table; for padding, the
+    number of those rows."""
     index_offsets: NDArray[np.int64]
-    """[micro-batches * features + 1] where each feature's part of `index` begins"""
+    """[micro-batches * features + 1] start of each feature's part of `index`."""
     offsets: Tensor
-    """[samples + 1] for each (micro-batch, feature): where its samples begin in its part of `index`"""
+    """[samples + 1] for each (micro-batch, feature): start of its samples in its part of `index`."""
     host_offsets: Tensor
-    """the same, in host memory"""
+    """`offsets` in host memory."""
     weights: Tensor | None
-    """[occurrences] of the table's dtype, in the order of `index`; None if no feature of the group has any"""
+    """[occurrences] of the table's dtype, in the order of `index`; None if no feature of the group has weights."""
     is_weighted: list[bool]
-    """by feature"""
+    """True for each feature with weights."""
     num_samples: list[int]
-    """by micro-batch"""
+    """Samples of each micro-batch."""
     occurrences: list[dict[str, DeviceOccurrences]] = field(default_factory=list)
-    """by micro-batch and feature, as kernels of a device need them; empty in host memory"""
+    """Occurrences by micro-batch and feature, in the form that device kernels need; empty in host memory."""
 
     def part(self, micro_batch: int, feature: int) -> "FeaturePart":
         """Returns the occurrences of one feature in one micro-batch."""
@@ -84,7 +84,7 @@ class RequesterDedup:
         return FeaturePart(self.index[first:end], self.offsets[offsets], self.host_offsets[offsets], weights)
 
     def rows_of(self, micro_batch: int) -> slice:
-        """The part of row_positions and is_first that a micro-batch has."""
+        """Returns the slice of row_positions and is_first that belongs to a micro-batch."""
         return slice(*self.row_offsets[micro_batch : micro_batch + 2])
 
     def num_rows(self, micro_batch: int) -> int:
@@ -99,7 +99,7 @@ class RequesterDedup:
             index=function(self.index),
             offsets=function(self.offsets),
             weights=None if self.weights is None else function(self.weights),
-            occurrences=[{name: made.map(function) for name, made in parts.items()} for parts in self.occurrences],
+            occurrences=[{name: part.map(function) for name, part in parts.items()} for parts in self.occurrences],
         )
 
 
@@ -109,12 +109,12 @@ class BatchDedup:
 
     groups: list[RequesterDedup]
     inputs: list[Mapping[str, Tensor]]
-    """by micro-batch"""
+    """Inputs of each micro-batch."""
     num_samples: list[int]
-    """by micro-batch"""
+    """Samples of each micro-batch."""
     weights: dict[str, float]
     has_batch: bool
-    """False: this rank is out of data, and takes part with nothing"""
+    """False if this rank is out of data and takes part with an empty batch."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -137,14 +137,14 @@ def dedup_batch(
     num_threads: int = 1,
     clustering: Clustering = GIVEN_ORDER,
 ) -> BatchDedup:
-    """Finds the distinct keys of a batch and splits it into micro-batches. None: this rank has no batch, others may."""
+    """Finds the distinct keys of a batch and splits it into micro-batches. batch: None if this rank is out of data."""
     has_batch = batch is not None
     if batch is None:
         batch = Batch({name: Jagged.from_lists([]) for name in features.features}, weight={})
     _check_features(features, batch)
     check_weights(batch)
     check_inputs(batch)
-    distinct = [_Distinct.of(group, batch, world_size, num_threads) for group in features.groups]
+    distinct = [_Distinct.from_batch(group, batch, world_size, num_threads) for group in features.groups]
     parts = _parts(features, distinct, batch, num_micro_batches, clustering)
     order = _Order(parts)
     return BatchDedup(
@@ -157,7 +157,7 @@ def dedup_batch(
 
 
 def check_weights(batch: Batch) -> None:
-    """Refuses weights that no sum of losses can be divided by, or that do not fit the route's header."""
+    """Refuses weights that are negative or not finite, and more weights than fit the route's header."""
     if len(batch.weights) > MOST_LOSSES:
         raise ValueError(f"the batch has {len(batch.weights)} weights; at most {MOST_LOSSES} losses are supported")
     for name, weight in batch.weights.items():
@@ -166,7 +166,7 @@ def check_weights(batch: Batch) -> None:
 
 
 def check_inputs(batch: Batch) -> None:
-    """Refuses what cannot be cut into micro-batches, and cannot go to a device."""
+    """Refuses inputs that are not tensors: they cannot be split, nor copied to a device."""
     for name, value in batch.inputs.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"input {name!r} of a batch must be a torch.Tensor, got {type(value).__name__}")
@@ -185,22 +185,22 @@ class _Distinct:
 
     group: TableGroup
     jagged: list[Jagged]
-    """by feature; in one piece of memory each"""
+    """Keys of each feature, contiguous."""
     keys: Tensor
     counts: Tensor
     positions: Tensor
-    """[occurrences] of all features, one behind the other; -1 for padding"""
+    """[occurrences] of all features, concatenated; -1 for padding."""
 
     @staticmethod
-    def of(group: TableGroup, batch: Batch, world_size: int, num_threads: int) -> "_Distinct":
+    def from_batch(group: TableGroup, batch: Batch, world_size: int, num_threads: int) -> "_Distinct":
         jagged = [_contiguous(batch.keys[name]) for name in group.features]
         features = group.feature_keys.copy()
         features[:, 0] = [lists.values.data_ptr() for lists in jagged]
         features[:, 1] = [lists.values.numel() for lists in jagged]
-        found = plan_ops.dedup(features, group.salts, world_size, num_threads)
-        if found.outside is not None:
-            raise _outside_error(group, jagged, *found.outside)
-        return _Distinct(group, jagged, found.keys, found.counts, found.positions)
+        deduped = plan_ops.dedup(features, group.salts, world_size, num_threads)
+        if deduped.outside is not None:
+            raise _outside_error(group, jagged, *deduped.outside)
+        return _Distinct(group, jagged, deduped.keys, deduped.counts, deduped.positions)
 
 
 def _contiguous(jagged: Jagged) -> Jagged:
@@ -234,23 +234,23 @@ def _cluster_lists(features: FeatureGroups, distinct: list[_Distinct]) -> tuple[
 
     The order matters: clustering breaks ties by it, and it must not depend on how tables are grouped.
     """
-    per_table = np.concatenate([group.counts.sum(0).numpy() for group in distinct])
-    bases = np.zeros_like(per_table)
-    ordered = per_table[features.table_order]
+    table_counts = np.concatenate([group.counts.sum(0).numpy() for group in distinct])
+    bases = np.zeros_like(table_counts)
+    ordered = table_counts[features.table_order]
     bases[features.table_order] = np.cumsum(ordered) - ordered
     lists: list[tuple[int, Jagged]] = []
-    rank_of_table = np.argsort(features.table_order)
+    table_places = np.argsort(features.table_order)
     first = 0
     for group in distinct:
         num_tables = len(group.group.tables)
-        of_group = torch.from_numpy(bases[first : first + num_tables].copy())
-        numbers = torch.cat([plan_ops.cluster_numbers(group.counts, of_group, len(group.keys)), torch.tensor([-1])])
+        group_bases = torch.from_numpy(bases[first : first + num_tables].copy())
+        numbers = torch.cat([plan_ops.cluster_numbers(group.counts, group_bases, len(group.keys)), torch.tensor([-1])])
         parts = numbers[group.positions].split([lists.values.numel() for lists in group.jagged])
         for table, jagged, values in zip(group.group.feature_tables.tolist(), group.jagged, parts, strict=True):
-            lists.append((int(rank_of_table[first + table]), Jagged(values, jagged.offsets)))
+            lists.append((int(table_places[first + table]), Jagged(values, jagged.offsets)))
         first += num_tables
     lists.sort(key=lambda item: item[0])
-    return [jagged for _, jagged in lists], int(per_table.sum())
+    return [jagged for _, jagged in lists], int(table_counts.sum())
 
 
 class _Order:
@@ -259,7 +259,7 @@ class _Order:
     def __init__(self, parts: list[Tensor]) -> None:
         self.sizes = [len(part) for part in parts]
         self.samples = torch.cat(parts) if len(parts) > 1 else None
-        """None: as they are"""
+        """Permutation of the samples; None if they keep their order."""
         self.part_offsets = torch.tensor([0, *self.sizes]).cumsum(0)
 
     @property
@@ -274,7 +274,7 @@ def _split(distinct: _Distinct, order: _Order) -> RequesterDedup:
     features[:, 1] = [lists.values.numel() for lists in jagged]
     features[:, 2] = group.feature_tables
     is_weighted = [lists.weights is not None for lists in jagged]
-    made = plan_ops.split(
+    split = plan_ops.split(
         features,
         distinct.positions,
         distinct.counts,
@@ -284,21 +284,21 @@ def _split(distinct: _Distinct, order: _Order) -> RequesterDedup:
         sum(order.sizes),
         with_sources=any(is_weighted),
     )
-    row_counts = made.row_counts.numpy()
+    row_counts = split.row_counts.numpy()
     return RequesterDedup(
         group=group,
         keys=distinct.keys,
         counts=distinct.counts,
-        uses=made.uses,
-        row_positions=made.row_positions,
-        is_first=made.is_first,
+        uses=split.uses,
+        row_positions=split.row_positions,
+        is_first=split.is_first,
         row_counts=row_counts,
         row_offsets=[0, *np.cumsum(row_counts.sum(1)).tolist()],
-        index=made.index,
-        index_offsets=made.index_offsets.numpy(),
-        offsets=made.offsets,
-        host_offsets=made.offsets,
-        weights=None if made.sources is None else _weights(group, jagged)[made.sources],
+        index=split.index,
+        index_offsets=split.index_offsets.numpy(),
+        offsets=split.offsets,
+        host_offsets=split.offsets,
+        weights=None if split.sources is None else _weights(group, jagged)[split.sources],
         is_weighted=is_weighted,
         num_samples=order.sizes,
     )

@@ -1,11 +1,11 @@
-"""Rows in the memory of a device: by kernels, through pinned host memory to and from the host store.
+"""Rows in device memory: handled by kernels, and copied through pinned host memory to and from the host store.
 
-Records have a mirror, pinned host memory of the same shape: they come and go through it by direct copies, a stretch of
-slots at a time, while the host store is busy with the next stretch. They go straight to their slots; what lies between
-them in a stretch is copied too. A record begins at a multiple of 16 bytes, which is what a device reads at once.
+Records have a mirror, pinned host memory of the same shape. They are copied a stretch of slots at a time, while the
+host store works on the next stretch. A stretch is copied whole, including slots that were not chosen. A record begins
+at a multiple of 16 bytes, which a device reads at once.
 
-Messages may be in pinned host memory, too, where ranks share a device. Kernels then read and write them there: copies
-would stand behind those of records.
+If ranks share a device, messages are in pinned host memory too. Kernels read and write them there, because copies would
+queue behind those of records.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from nestpipe.kernels.rows.segments import Segments, sum_segments
 T = TypeVar("T", bound=OfTensors)
 
 STRETCH_BYTES = 64 << 20
-"""bytes of records that travel at a time: enough for all threads of the host store to share in"""
+"""Bytes of records that are copied at a time: enough work for all threads of the host store."""
 
 
 class DeviceMemory:
@@ -136,7 +136,7 @@ class DeviceMemory:
     def sealed(self, message: Tensor) -> Mark:
         if not self._is_staged:
             return None
-        keep_alive_until(message, self.device)  # if the step is left, kernels may write to it that nobody waits for
+        keep_alive_until(message, self.device)  # if the step is left, nothing else waits for the kernels writing it
         return mark(self.device)
 
     def consumed(self, message: Tensor) -> None:
@@ -145,7 +145,7 @@ class DeviceMemory:
 
 
 def _in_units(message: Tensor, places: Tensor | None, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """Returns a message as an array of rows like those of another array, one at every unit, and the places in it."""
+    """Returns a message as an array of rows like those of `like`, one at every unit, and the places in it."""
     dim, dtype = like.shape[1], like.dtype
     if places is None:
         return message[: num_rows * dim * dtype.itemsize].view(dtype).view(num_rows, dim), None
@@ -156,8 +156,8 @@ def _in_units(message: Tensor, places: Tensor | None, like: Tensor, num_rows: in
 
 
 def _stretches(records: Tensor, slots: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yields ascending slots (None: all) a stretch at a time: from the first to the last of them, and which they are,
-    or None if none is left out."""
+    """Yields ascending slots a stretch at a time: the range from its first to its last slot, and the chosen slots in it
+    or None for all of it. slots: None for all."""
     num_slots = max(1, STRETCH_BYTES // (records.stride(0) * records.itemsize))
     num_chosen = len(records) if slots is None else len(slots)
     for first in range(0, num_chosen, num_slots):

@@ -1,4 +1,4 @@
-"""What the dense model receives: rows at the occurrences of keys."""
+"""The input of the dense model: embeddings, which are rows at the occurrences of keys."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ class SequenceEmbedding:
     """A jagged sequence of rows: sample s has values[offsets[s]:offsets[s + 1]]."""
 
     rows: Tensor
-    """[m, dim] rows of the micro-batch, those of the feature's table"""
+    """[m, dim] the micro-batch's rows of the feature's table."""
     index: Tensor
-    """[n] row index: the row of each key; m where the key is padding, which gets zeros"""
+    """[n] row of each key; m for padding, whose values are zeros."""
     offsets: Tensor
-    """[num_samples + 1]"""
+    """[num_samples + 1] start of each sample."""
     host_offsets: Tensor
-    """the same, in host memory"""
+    """`offsets` in host memory."""
     occurrences: Occurrences | DeviceOccurrences
-    """the same as kernels need it"""
+    """`index` in the form that kernels need."""
 
     @cached_property
     def values(self) -> Tensor:
-        """[n, dim]"""
+        """Returns the row of each key, [n, dim]."""
         return pool([self.occurrences], [self.rows])
 
     @property
@@ -40,35 +40,35 @@ class SequenceEmbedding:
 
     @cached_property
     def host_lengths(self) -> list[int]:
-        """The same, without waiting for a device."""
+        """Returns `lengths` as a list, without waiting for a device."""
         lengths: list[int] = self.host_offsets.diff().tolist()
         return lengths
 
     def padded(self, length: int) -> Tensor:
-        """[num_samples, length, dim]: the first `length` rows of each sample, zeros behind them."""
+        """Returns the first `length` rows of each sample, followed by zeros: [num_samples, length, dim]."""
         if isinstance(self.occurrences, DeviceOccurrences):
             return self._scattered(length)
-        places = torch.arange(length)
-        inside = places < self.lengths[:, None]
-        where = torch.where(inside, self.offsets[:-1, None] + places, 0)
+        columns = torch.arange(length)
+        inside = columns < self.lengths[:, None]
+        keys = torch.where(inside, self.offsets[:-1, None] + columns, 0)
         padding = len(self.rows)
-        index = torch.where(inside, self.index[where], padding) if len(self.index) else torch.full_like(where, padding)
+        index = torch.where(inside, self.index[keys], padding) if len(self.index) else torch.full_like(keys, padding)
         return pool([Occurrences(index.flatten())], [self.rows]).view(*index.shape, -1)
 
     def _scattered(self, length: int) -> Tensor:
-        """Each value to its place, so that backward has nothing to add up; what is too far back, behind all of them."""
+        """Copies each value to its place, so that backward need not sum. Values beyond `length` share a spare row."""
         num_samples, device = len(self.offsets) - 1, self.index.device
         samples = torch.repeat_interleave(
             torch.arange(num_samples, device=device), self.lengths, output_size=len(self.index)
         )
-        places = torch.arange(len(self.index), device=device) - self.offsets.index_select(0, samples)
-        where = torch.where(places < length, samples * length + places, num_samples * length)
-        placed = self.values.new_zeros(num_samples * length + 1, self.rows.shape[1]).index_copy(0, where, self.values)
-        return placed[:-1].view(num_samples, length, -1)
+        columns = torch.arange(len(self.index), device=device) - self.offsets.index_select(0, samples)
+        targets = torch.where(columns < length, samples * length + columns, num_samples * length)
+        padded = self.values.new_zeros(num_samples * length + 1, self.rows.shape[1]).index_copy(0, targets, self.values)
+        return padded[:-1].view(num_samples, length, -1)
 
 
 class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
-    """By feature: a SequenceEmbedding, or a [num_samples, dim] tensor for a pooled one."""
+    """Embeddings by feature: a SequenceEmbedding, or a [num_samples, dim] tensor for a pooled feature."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         micro_batch: int,
         rows: Sequence[Tensor],
     ) -> None:
-        """rows: by group, the rows of the micro-batch, table after table."""
+        """rows: the rows of the micro-batch by group, table after table."""
         self._features = features
         self._groups = groups
         self._micro_batch = micro_batch
@@ -97,12 +97,12 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         return len(self._features.features)
 
     def side_by_side(self, names: Iterable[str] | None = None) -> Tensor:
-        """[num_samples, sum of dims]: torch.cat of pooled features, all of them unless named, but in one pass."""
+        """Returns torch.cat of pooled features, all unless named, in one pass: [num_samples, sum of dims]."""
         names = list(self if names is None else names)
         return pool([self._occurrences(name) for name in names], [self.table_rows(name) for name in names])
 
     def table_rows(self, name: str) -> Tensor:
-        """[m, dim] the micro-batch's rows of the feature's table"""
+        """Returns the micro-batch's rows of the feature's table, [m, dim]."""
         self._feature(name)
         g, f = self._features.places[name]
         if g not in self._table_rows:
@@ -114,8 +114,8 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _value(self, feature: Feature, name: str) -> "SequenceEmbedding | Tensor":
         if isinstance(feature, Pooled):
             return self.side_by_side([name])
-        part, made = self._part(name), self._on_device(name)
-        occurrences = made if made is not None else Occurrences(part.index)
+        part, on_device = self._part(name), self._on_device(name)
+        occurrences = on_device if on_device is not None else Occurrences(part.index)
         return SequenceEmbedding(self.table_rows(name), part.index, part.offsets, part.host_offsets, occurrences)
 
     def _feature(self, name: str) -> Feature:
@@ -129,47 +129,47 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         return self._groups[g].part(self._micro_batch, f)
 
     def _on_device(self, name: str) -> DeviceOccurrences | None:
-        made = self._groups[self._features.places[name][0]].occurrences
-        return made[self._micro_batch][name] if made else None
+        occurrences = self._groups[self._features.places[name][0]].occurrences
+        return occurrences[self._micro_batch][name] if occurrences else None
 
     def _occurrences(self, name: str) -> Occurrences | DeviceOccurrences:
         feature = self._feature(name)
         if not isinstance(feature, Pooled):
             raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
-        made = self._on_device(name)
-        if made is not None:
-            return made
+        on_device = self._on_device(name)
+        if on_device is not None:
+            return on_device
         part = self._part(name)
         return Occurrences(part.index, part.offsets, pooling_weights(feature, part, len(self.table_rows(name))))
 
 
 def pooling_weights(feature: Pooled, part: FeaturePart, num_rows: int) -> Tensor | None:
-    """Returns what each row of a sample is multiplied by, in host memory. The weights of a mean add up to 1; padding
-    has none."""
+    """Returns the factor of each row of a sample, in host memory; None for all 1. The weights of a mean add up to 1;
+    padding has weight 0."""
     if feature.mode != "mean":
         return part.weights
     present = (part.index < num_rows).to(feature.table.dtype)
-    counted = present if part.weights is None else present * part.weights
+    weights = present if part.weights is None else present * part.weights
     lengths = part.offsets.diff()
     samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    total = torch.zeros(len(lengths), dtype=counted.dtype).index_add_(0, samples, counted)
-    return counted / torch.where(total == 0, 1.0, total)[samples]
+    total = torch.zeros(len(lengths), dtype=weights.dtype).index_add_(0, samples, weights)
+    return weights / torch.where(total == 0, 1.0, total)[samples]
 
 
 def with_occurrences(features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
-    """Adds what kernels need to know of the occurrences, made in host memory."""
+    """Adds the occurrences in the form that device kernels need, still in host memory."""
     return replace(batch, groups=[_with_occurrences(features.features, group) for group in batch.groups])
 
 
 def _with_occurrences(features: Mapping[str, Feature], dedup: RequesterDedup) -> RequesterDedup:
-    made: list[dict[str, DeviceOccurrences]] = []
+    occurrences: list[dict[str, DeviceOccurrences]] = []
     for i in range(len(dedup.num_samples)):
-        made.append({})
+        occurrences.append({})
         for f, name in enumerate(dedup.group.features):
             feature, part = features[name], dedup.part(i, f)
             num_rows = int(dedup.row_counts[i, dedup.group.feature_tables[f]])
             offsets, weights = None, None
             if isinstance(feature, Pooled):
                 offsets, weights = part.offsets, pooling_weights(feature, part, num_rows)
-            made[i][name] = make_occurrences(part.index, offsets, weights, num_rows, not dedup.group.frozen)
-    return replace(dedup, occurrences=made)
+            occurrences[i][name] = make_occurrences(part.index, offsets, weights, num_rows, not dedup.group.frozen)
+    return replace(dedup, occurrences=occurrences)

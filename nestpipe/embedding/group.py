@@ -22,15 +22,17 @@ from nestpipe.store.native.plan_ops import table_salts
 
 @dataclass(frozen=True)
 class TableGroup:
+    """Tables of one group, in order of their names, and the features that use them."""
+
     tables: tuple[Table, ...]
     features: tuple[str, ...]
-    """names of the features that look into these tables, in order of table"""
+    """Names of the features that use these tables, in order of table."""
     feature_tables: NDArray[np.int64]
-    """[features] number of each one's table in the group"""
+    """[features] index of each feature's table in the group."""
     feature_keys: NDArray[np.int64]
-    """[features, 6] as native dedup takes them, without the pointers and numbers of keys"""
+    """[features, 6] argument of the native dedup, without addresses and numbers of keys."""
     salts: Tensor
-    """[tables] what each table's name adds to the hash of a key"""
+    """[tables] salt of each table's key hashes, from its name."""
 
     @property
     def dim(self) -> int:
@@ -58,7 +60,7 @@ class TableGroup:
 
     @cached_property
     def num_columns(self) -> int:
-        """Columns of a record: row and row state."""
+        """Returns the columns of a record: row and row state."""
         return self.tables[0].spec(seed=0).num_columns
 
     @cached_property
@@ -67,7 +69,7 @@ class TableGroup:
 
     @cached_property
     def most_rows(self) -> NDArray[np.int64]:
-        """[tables] rows that each may have on one rank"""
+        """Returns the most rows that each table may have on one rank, [tables]."""
         return np.array([table.max_rows or MOST_ROWS for table in self.tables], dtype=np.int64)
 
 
@@ -78,9 +80,9 @@ class FeatureGroups:
     features: Mapping[str, Feature]
     groups: tuple[TableGroup, ...]
     table_order: NDArray[np.int64]
-    """[tables] the numbers of all groups' tables, group after group, in order of their names"""
+    """[tables] indices of all tables, counted group after group, in order of the tables' names."""
     places: Mapping[str, tuple[int, int]]
-    """by feature: its group, and its number in the group"""
+    """Group of each feature, and its index in the group."""
 
     @property
     def num_tables(self) -> int:
@@ -88,7 +90,7 @@ class FeatureGroups:
 
 
 def group_features(features: Mapping[str, Feature]) -> FeatureGroups:
-    """Groups the tables of these features. A group stands where its first table's name does."""
+    """Groups the tables of these features. Groups are ordered by the names of their first tables."""
     by_key: dict[Hashable, list[Table]] = {}
     for table in tables_of(features):
         optimizer = None if table.frozen else group_key(table.optimizer)
@@ -102,16 +104,16 @@ def group_features(features: Mapping[str, Feature]) -> FeatureGroups:
 
 def _group(tables: list[Table], features: Mapping[str, Feature]) -> TableGroup:
     numbers = {table.name: number for number, table in enumerate(tables)}
-    found = [(numbers[f.table.name], name, f) for name, f in features.items() if f.table.name in numbers]
-    found.sort(key=lambda item: item[0])  # stable: features of one table keep their order
+    entries = [(numbers[f.table.name], name, f) for name, f in features.items() if f.table.name in numbers]
+    entries.sort(key=lambda item: item[0])  # stable: features of one table keep their order
     keys = [
         (0, 0, number, feature.padding_key is not None, feature.padding_key or 0, feature.table.num_keys or 0)
-        for number, _, feature in found
+        for number, _, feature in entries
     ]
     return TableGroup(
         tables=tuple(tables),
-        features=tuple(name for _, name, _ in found),
-        feature_tables=np.array([number for number, _, _ in found], dtype=np.int64),
-        feature_keys=np.array(keys, dtype=np.int64).reshape(len(found), 6),
+        features=tuple(name for _, name, _ in entries),
+        feature_tables=np.array([number for number, _, _ in entries], dtype=np.int64),
+        feature_keys=np.array(keys, dtype=np.int64).reshape(len(entries), 6),
         salts=table_salts([table.name for table in tables]),
     )

@@ -1,4 +1,4 @@
-"""Rows in host memory: by the native library."""
+"""Rows in host memory, handled by the native library."""
 
 from typing import TypeVar
 
@@ -63,7 +63,7 @@ class HostMemory:
     def check_rows(self, rows: Tensor, limit: float, exceeds: Tensor) -> None:
         if rows.numel() > 0:
             low, high = rows.aminmax()
-            exceeds |= ~((low >= -limit) & (high <= limit))  # a NaN is in both, and compares false
+            exceeds |= ~((low >= -limit) & (high <= limit))  # a NaN appears in both bounds, and compares false
 
     def new_flag(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
@@ -108,6 +108,6 @@ class HostMemory:
 
 
 def _unit(rows: Tensor, message_places: Tensor | None) -> int:
-    """Returns the bytes in which places in a message count; without places, rows lie one behind the other."""
+    """Returns the unit of places in a message, in bytes; without places, rows are contiguous."""
     row_bytes = rows.shape[1] * rows.itemsize
     return row_bytes if message_places is None else message_unit(row_bytes)

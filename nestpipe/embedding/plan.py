@@ -1,8 +1,8 @@
 """The plan of a batch: the rows and gradients that travel with each of its micro-batches.
 
-Requester and owner plan alike, from the bits that say which micro-batches use a key. Once: a row travels with the first
-micro-batch that uses it, its gradient with the last one. Resend: both travel with every micro-batch that uses the row.
-All lists are lists of places, so that they can be refined by a choice among keys.
+Requester and owner derive the same plan from the bits that say which micro-batches use a key. In window "once" a row
+travels with the first micro-batch that uses it, and its gradient with the last one. In window "resend" both travel with
+every micro-batch that uses the row. All lists hold indices, so that they can be mapped from keys to rows or slots.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,18 @@ WINDOWS = ("once", "resend")
 
 @dataclass(frozen=True)
 class TravelList:
-    """The keys of a list that travel with each micro-batch, and how many go to, or come from, each rank."""
+    """The keys that travel with each micro-batch, and how many go to, or come from, each rank."""
 
     places: Tensor
-    """micro-batch after micro-batch: places of the keys of other ranks, ascending, then those of this rank's own"""
+    """Indices of the keys, micro-batch after micro-batch: those of other ranks ascending, then this rank's own."""
     bounds: list[int]
-    """[2 * micro-batches + 1] where the parts of `places` begin"""
+    """[2 * micro-batches + 1] start of each part of `places`."""
     counts: NDArray[np.int64]
-    """[micro-batches, ranks] how many of each rank; 0 for this rank itself"""
+    """[micro-batches, ranks] keys of each other rank; 0 for this rank."""
     message_places: Tensor | None = None
-    """where the rows of other ranks lie in their message, in units; micro-batch after micro-batch. None: in order"""
+    """Place of each row of other ranks in its message, in units, micro-batch after micro-batch; None if contiguous."""
     message_bounds: tuple[int, ...] = ()
-    """[micro-batches + 1] where the parts of message_places begin"""
+    """[micro-batches + 1] start of each part of message_places."""
 
     def others(self, micro_batch: int) -> Tensor:
         return self.places[self.bounds[2 * micro_batch] : self.bounds[2 * micro_batch + 1]]
@@ -68,35 +68,33 @@ class TravelList:
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """Messages of one direction: rank after rank, and for each rank group after group, from a multiple of 16 bytes on.
-
-    What a rank sends to itself is in no message.
-    """
+    """Sizes of the messages of one direction. A message has the rows of rank after rank, and for each rank those of
+    group after group, each starting at a multiple of 16 bytes. A rank sends no message to itself."""
 
     sizes: list[list[int]]
-    """[micro-batches][ranks] bytes"""
+    """[micro-batches][ranks] bytes."""
     row_bytes: list[int]
-    """[micro-batches] bytes of rows alone"""
+    """[micro-batches] bytes of rows alone."""
     num_bytes: list[int]
-    """[micro-batches] bytes of the whole message"""
+    """[micro-batches] bytes of the whole message."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One table group: what it sends and receives in the two exchanges, as requester and as owner."""
+    """The plan of one table group: what this rank sends and receives in both exchanges, as requester and as owner."""
 
     group: TableGroup
     rows_in: TravelList
-    """requester: positions whose rows arrive; with one micro-batch, rows of that micro-batch"""
+    """Requester: positions whose rows arrive; with one micro-batch, its rows."""
     rows_out: TravelList
-    """owner: slots whose rows are sent"""
+    """Owner: slots whose rows are sent."""
     gradients_out: TravelList
-    """requester: positions whose gradients are sent; with one micro-batch, rows of that micro-batch"""
+    """Requester: positions whose gradients are sent; with one micro-batch, its rows."""
     gradients_in: TravelList
-    """owner: entries whose gradients arrive"""
+    """Owner: entries whose gradients arrive."""
     num_entries: int
     sums: Segments
-    """the entries of each slot, in order of requester"""
+    """Entries of each slot, in order of requester."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "GroupPlan":
         return replace(
@@ -111,7 +109,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All groups of a batch."""
+    """The plan of all groups of a batch."""
 
     window: str
     groups: list[GroupPlan]
@@ -127,8 +125,8 @@ class Plan:
 def make_plan(route: Route, window: str, rank: int) -> Plan:
     """Plans the exchanges of a batch among several ranks."""
     num_parts = route.batch.num_micro_batches
-    pairs = list(zip(route.batch.groups, route.owned, strict=True))
-    groups = [_group_plan(dedup, owned, num_parts, window, rank) for dedup, owned in pairs]
+    pairs = list(zip(route.batch.groups, route.owner_dedups, strict=True))
+    groups = [_group_plan(dedup, owner, num_parts, window, rank) for dedup, owner in pairs]
     row_bytes = [group.group.row_bytes for group in groups]
     rows_in, lists_a = _lay_out([group.rows_in for group in groups], row_bytes)
     rows_out, lists_b = _lay_out([group.rows_out for group in groups], row_bytes)
@@ -148,7 +146,7 @@ def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[Trav
 def _lists(
     group: TableGroup, uses: Tensor, num_parts: int, window: str, counts: NDArray[np.int64], rank: int
 ) -> tuple[TravelList, TravelList]:
-    """Returns which of a list of keys, counts[rank] of each rank, travel on the way out and on the way back."""
+    """Returns the lists of the way out and of the way back, for keys of which each rank has counts[rank]."""
 
     def listed(which: str) -> TravelList:
         places, bounds, per_rank = plan_ops.exchange_lists(uses, num_parts, which, torch.from_numpy(counts), rank)
@@ -165,32 +163,32 @@ def _lists(
     return listed(first), none
 
 
-def _group_plan(dedup: RequesterDedup, owned: OwnerDedup, num_parts: int, window: str, rank: int) -> GroupPlan:
+def _group_plan(dedup: RequesterDedup, owner: OwnerDedup, num_parts: int, window: str, rank: int) -> GroupPlan:
     rows_in, gradients_out = requester_lists(dedup, window, rank)
     if num_parts == 1 and len(dedup.group.tables) > 1:
-        row_of = torch.empty_like(dedup.row_positions)
-        row_of[dedup.row_positions] = torch.arange(len(row_of))
-        rows_in, gradients_out = rows_in.select(row_of), gradients_out.select(row_of)
-    entries_out, gradients_in = _lists(owned.group, owned.uses, num_parts, window, owned.entry_counts, rank)
-    order, offsets = _entries_of_slots(owned)
+        rows = torch.empty_like(dedup.row_positions)
+        rows[dedup.row_positions] = torch.arange(len(rows))
+        rows_in, gradients_out = rows_in.select(rows), gradients_out.select(rows)
+    entries_out, gradients_in = _lists(owner.group, owner.uses, num_parts, window, owner.entry_counts, rank)
+    order, offsets = _entries_by_slot(owner)
     return GroupPlan(
         group=dedup.group,
         rows_in=rows_in,
-        rows_out=entries_out.select(owned.slots),
+        rows_out=entries_out.select(owner.slots),
         gradients_out=gradients_out,
         gradients_in=gradients_in,
-        num_entries=len(owned.slots),
+        num_entries=len(owner.slots),
         sums=make_segments(order, offsets),
     )
 
 
-def _entries_of_slots(owned: OwnerDedup) -> tuple[Tensor, Tensor]:
-    offsets, _, entries = group_by_row(owned.slots, None, len(owned.keys), with_occurrences=False)
+def _entries_by_slot(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
+    offsets, _, entries = group_by_row(dedup.slots, None, len(dedup.keys), with_occurrences=False)
     return entries, offsets
 
 
 def _lay_out(lists: list[TravelList], row_bytes: list[int]) -> tuple[MessageSizes, list[TravelList]]:
-    """Lays out the messages of one direction, those of all micro-batches and ranks at once."""
+    """Lays out the messages of one direction, of all micro-batches and ranks at once."""
     used = [travel.counts * width for travel, width in zip(lists, row_bytes, strict=True)]
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in used]
     sizes = np.sum(padded, axis=0)
@@ -204,19 +202,19 @@ def _lay_out(lists: list[TravelList], row_bytes: list[int]) -> tuple[MessageSize
 
 
 def message_unit(row_bytes: int) -> int:
-    """Bytes of the unit in which places in a message are counted: every row begins at a multiple of it."""
+    """Returns the unit of places in a message, in bytes: every row begins at a multiple of it."""
     return gcd(row_bytes, ALIGNMENT)
 
 
 def _with_message_places(travel: TravelList, starts: NDArray[np.int64], row_bytes: int) -> TravelList:
-    """starts: [micro-batches, ranks] where the group's rows begin, in bytes."""
+    """Sets the places of rows in the message. starts: [micro-batches, ranks] bytes at which the group's rows begin."""
     counts = travel.counts
     totals = counts.sum(axis=1)
     bounds = np.concatenate([[0], np.cumsum(totals)])
     flat = counts.ravel()
     before = np.cumsum(counts, axis=1) - counts
     if np.array_equal(starts[counts > 0], (before * row_bytes)[counts > 0]):
-        return replace(travel, message_places=None)  # one group without gaps: rows lie one behind the other
+        return replace(travel, message_places=None)  # one group without gaps: rows are contiguous
     shift = starts.ravel() - (np.cumsum(flat) - flat) * row_bytes
     places = np.repeat(shift, flat) + np.arange(int(bounds[-1])) * row_bytes
     in_message = torch.from_numpy(places // message_unit(row_bytes))

@@ -1,8 +1,8 @@
-"""Rows at the occurrences of their keys, and their gradients on the way back, by the native library.
+"""Pooling of rows at the occurrences of their keys, and its backward, by the native library.
 
-torch's `embedding_bag` and `embedding` would do; but the backward of the first sorts, that of the second copies what it
-is given, and neither writes side by side. A row's gradients are summed in the order of its occurrences, whatever the
-number of threads.
+torch's `embedding_bag` and `embedding` are slower here: the backward of the first sorts, that of the second copies its
+input, and neither writes features side by side. A row's gradients are summed in the order of its occurrences, whatever
+the number of threads.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ class Occurrences:
     """The rows of each sample."""
 
     index: Tensor
-    """[n] int64: a row; one beyond the last row stands for padding, no row"""
+    """[n] int64: row of each occurrence; one past the last row for padding."""
     offsets: Tensor | None = None
-    """[num_samples + 1]: sample s has occurrences offsets[s]:offsets[s + 1]; None: one each"""
+    """[num_samples + 1]: sample s has occurrences offsets[s]:offsets[s + 1]; None if each sample has one."""
     weights: Tensor | None = None
-    """[n] of the rows' dtype"""
+    """[n] factor of each occurrence, of the rows' dtype; None for all 1."""
 
     @property
     def num_samples(self) -> int:
         return len(self.index) if self.offsets is None else len(self.offsets) - 1
 
     def native(self, rows: Tensor) -> NativeOccurrences:
-        """Points into the arrays of self, which must live on."""
+        """Returns pointers into the arrays of self, which must stay alive."""
         return NativeOccurrences(
             pointer(self.index),
             pointer(self.offsets),
@@ -50,15 +50,15 @@ class Occurrences:
 
 
 def pool(features: Sequence[Occurrences | DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
-    """[num_samples, sum of dims]: for each sample the sums of its rows, the features side by side.
+    """Returns the sums of each sample's rows, features side by side: [num_samples, sum of dims].
 
-    For rows on a device they must be DeviceOccurrences, and on the device.
+    For rows on a device, features must be DeviceOccurrences on the same device.
     """
-    on_device = [of for of in features if isinstance(of, DeviceOccurrences)]
+    on_device = [occurrences for occurrences in features if isinstance(occurrences, DeviceOccurrences)]
     if on_device:
         return pool_on_device(on_device, row_arrays)
     if len({rows.dtype for rows in row_arrays}) != 1:
-        raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
+        raise ValueError("features stand side by side only if there is at least one, and all have the same dtype")
     pooled: Tensor = _Pool.apply(features, *row_arrays)  # type: ignore[no-untyped-call]
     return pooled
 
@@ -66,7 +66,7 @@ def pool(features: Sequence[Occurrences | DeviceOccurrences], row_arrays: Sequen
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Sequence[Occurrences], *row_arrays: Tensor) -> Tensor:
-        ctx.features = features  # keeps alive what the native ones point to
+        ctx.features = features  # keeps the arrays alive that `native` points to
         ctx.native = [occurrences.native(rows) for occurrences, rows in zip(features, row_arrays, strict=True)]
         width = sum(rows.shape[1] for rows in row_arrays)
         out = recycled.empty((features[0].num_samples, width), row_arrays[0].dtype)
@@ -86,14 +86,14 @@ class _Pool(torch.autograd.Function):
             if not is_trained:
                 row_gradients.append(None)
                 continue
-            of_rows = recycled.empty((native.num_rows, native.dim), gradient.dtype)
-            arguments = byref(native), pointer(columns), gradient.stride(0), pointer(of_rows)
+            row_gradient = recycled.empty((native.num_rows, native.dim), gradient.dtype)
+            arguments = byref(native), pointer(columns), gradient.stride(0), pointer(row_gradient)
             call("pool_backward", *arguments, torch.get_num_threads())
-            row_gradients.append(of_rows)
+            row_gradients.append(row_gradient)
         return tuple(row_gradients)
 
 
 def _columns(array: Tensor, features: Sequence[NativeOccurrences]) -> tuple[Tensor, ...]:
-    """Each feature's."""
+    """Returns the columns of each feature."""
     columns: tuple[Tensor, ...] = array.split([native.dim for native in features], dim=1)
     return columns

@@ -45,9 +45,9 @@ class Reading:
         self._features = features
         self._batch = memory_on(device).upload_batch(features, route.batch)
         self._device = device
-        resident = retrieve_rows(route.owned, store, RecordMemory(HOST))
-        self.num_untrained_keys = sum(len(rows.found) - int(rows.found.sum()) for rows in resident)
-        """Distinct keys of the global batch that this rank owns and no step has trained."""
+        resident = retrieve_rows(route.owner_dedups, store, RecordMemory(HOST))
+        self.num_untrained_keys = sum(len(rows.is_stored) - int(rows.is_stored.sum()) for rows in resident)
+        """Distinct keys of the global batch that this rank owns and that were never trained."""
         self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 
     def __iter__(self) -> Iterator[Part]:
@@ -68,7 +68,7 @@ def read_batch(
     clustering: Clustering = GIVEN_ORDER,
     device: torch.device | None = None,
 ) -> Reading | None:
-    """Reads a batch. All ranks call it; returns None when no rank has a batch.
+    """Reads a batch; returns None if no rank has one. Call it on all ranks.
 
     An exception instead of a batch is raised on every rank.
     """

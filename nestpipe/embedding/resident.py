@@ -1,7 +1,7 @@
-"""The rows of a batch that its owner has at hand, and where they become resident.
+"""Resident rows: the owned rows of a batch, in the memory where they are trained.
 
-Consecutive batches have resident rows each. Records of keys that are in both, the overlap, are copied from one to the
-other where they are: they are neither retrieved from the host store for the next batch nor written back after this one.
+Each of two consecutive batches has its own resident rows. Records of keys that are in both, the overlap, are copied
+from one to the other: they are neither written back after one batch nor retrieved from the host store for the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,32 +20,32 @@ from nestpipe.store import HostStore, Writer, match_tables, unique
 
 @dataclass(frozen=True)
 class Overlap:
-    """The keys of one group that a batch shares with the batch before it."""
+    """The keys of one group that a batch shares with the previous batch."""
 
-    before: Tensor
-    """slots of the batch before"""
-    here: Tensor
-    """slots of the same keys in this batch, ascending"""
+    previous_slots: Tensor
+    """Slots in the previous batch."""
+    slots: Tensor
+    """Slots of the same keys in this batch, ascending."""
     on_device: tuple[Tensor, Tensor]
-    """both, where the rows are"""
+    """Both, in the memory of the rows."""
 
 
 @dataclass
 class ResidentRows:
-    """One group of a batch. Slot i has the record of the i-th owned key; the slots of a table are side by side."""
+    """One group of a batch. Slot i has the record of the i-th owned key; the slots of a table are contiguous."""
 
     group: TableGroup
     keys: Tensor
     table_offsets: Tensor
-    """[tables + 1] where the slots of each table begin"""
+    """[tables + 1] first slot of each table."""
     records: Tensor
-    """[slots, columns]; on a device there may be more columns than a record has, zeros"""
-    found: Tensor
-    """[slots] whether the key has been trained before"""
+    """[slots, columns]; on a device there may be columns of zeros behind a record."""
+    is_stored: Tensor
+    """[slots] True if the key has been trained before."""
     mirror: Tensor | None = None
-    """pinned host memory of the same shape, for records on a device"""
+    """Pinned host memory of the same shape, for records on a device."""
     shown: Tensor | None = None
-    """rows that the model is shown instead of those in `records`; for experiments with stale rows"""
+    """Rows that the model sees instead of those in `records`, for experiments with stale rows."""
 
     @property
     def rows(self) -> Tensor:
@@ -57,11 +57,11 @@ class ResidentRows:
 
     @property
     def frozen_rows(self) -> Tensor:
-        """What requesters get, from the first row sent to the last gradient returned."""
+        """Returns the rows that requesters get, from the first row sent to the last gradient returned."""
         return self.rows if self.shown is None else self.shown
 
     def offsets_of(self, stretch: slice, slots: Tensor | None) -> Tensor:
-        """Returns where the tables begin among these slots, or in all of the stretch."""
+        """Returns the offsets of the tables among these slots, or in the whole stretch."""
         if slots is None:
             offsets: Tensor = self.table_offsets.clamp(stretch.start, stretch.stop) - stretch.start
             return offsets
@@ -69,32 +69,32 @@ class ResidentRows:
 
 
 class RecordMemory:
-    """Memory for the records of one batch, used again for the batch after the next: new memory costs page faults, and
-    pinned memory more."""
+    """Memory for the records of one batch, reused for the batch after the next: new memory costs page faults, and
+    pinned memory even more."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self._arrays: dict[str, tuple[Tensor, Tensor | None]] = {}
 
-    def reserve(self, owned: OwnerDedup) -> ResidentRows:
+    def reserve(self, dedup: OwnerDedup) -> ResidentRows:
         """Returns slots for these keys, with uninitialised records."""
-        group, num_slots = owned.group, len(owned.keys)
+        group, num_slots = dedup.group, len(dedup.keys)
         records, mirror = self._arrays.get(group.names[0], (None, None))
         if records is None or len(records) < num_slots:
             records, mirror = self.memory.empty_records(num_slots + num_slots // 4, group.num_columns, group.dtype)
             self._arrays[group.names[0]] = (records, mirror)
             embedding_memory.add(records)
-        found = torch.ones(num_slots, dtype=torch.bool)
+        is_stored = torch.ones(num_slots, dtype=torch.bool)
         mirrored = None if mirror is None else mirror[:num_slots]
-        return ResidentRows(group, owned.keys, owned.table_offsets, records[:num_slots], found, mirrored)
+        return ResidentRows(group, dedup.keys, dedup.table_offsets, records[:num_slots], is_stored, mirrored)
 
 
-def find_overlap(before: Sequence[OwnerDedup], here: Sequence[OwnerDedup], memory: Memory) -> list[Overlap]:
-    """Finds the keys that two batches share, by group."""
-    pairs = [_shared_slots(one, other) for one, other in zip(before, here, strict=True)]
+def find_overlap(previous: Sequence[OwnerDedup], current: Sequence[OwnerDedup], memory: Memory) -> list[Overlap]:
+    """Finds the keys that two consecutive batches share, by group."""
+    pairs = [_shared_slots(before, after) for before, after in zip(previous, current, strict=True)]
     uploaded = memory.upload(_Slots([slots for pair in pairs for slots in pair])).slots
     on_device = zip(uploaded[::2], uploaded[1::2], strict=True)
-    return [Overlap(*pair, there) for pair, there in zip(pairs, on_device, strict=True)]
+    return [Overlap(*pair, uploaded_pair) for pair, uploaded_pair in zip(pairs, on_device, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -105,44 +105,44 @@ class _Slots:
         return _Slots([function(slots) for slots in self.slots])
 
 
-def _shared_slots(before: OwnerDedup, here: OwnerDedup) -> tuple[Tensor, Tensor]:
-    places = match_tables(before.keys, before.table_offsets, here.keys, here.table_offsets)
-    slots = (places >= 0).nonzero().flatten()
-    return places[slots], slots
+def _shared_slots(before: OwnerDedup, after: OwnerDedup) -> tuple[Tensor, Tensor]:
+    previous_slots = match_tables(before.keys, before.table_offsets, after.keys, after.table_offsets)
+    slots = (previous_slots >= 0).nonzero().flatten()
+    return previous_slots[slots], slots
 
 
 def retrieve_rows(
-    owned: Sequence[OwnerDedup], store: HostStore, arrays: RecordMemory, overlap: Sequence[Overlap] | None = None
+    dedups: Sequence[OwnerDedup], store: HostStore, arrays: RecordMemory, overlap: Sequence[Overlap] | None = None
 ) -> list[ResidentRows]:
-    """Makes the rows of a batch resident. Creates nothing: a missing key has its initial record in its slot only.
+    """Makes the rows of a batch resident. Creates no key in the store: a missing key gets its initial record.
 
-    The slots of the overlap are left as they are: sync_overlap fills them.
+    Slots of the overlap are not filled: sync_overlap does that.
     """
-    overlaps = overlap if overlap is not None else [None] * len(owned)
-    return [_retrieve(group, store, arrays, shared) for group, shared in zip(owned, overlaps, strict=True)]
+    overlaps = overlap if overlap is not None else [None] * len(dedups)
+    return [_retrieve(dedup, store, arrays, shared) for dedup, shared in zip(dedups, overlaps, strict=True)]
 
 
-def _retrieve(owned: OwnerDedup, store: HostStore, arrays: RecordMemory, overlap: Overlap | None) -> ResidentRows:
-    resident, names = arrays.reserve(owned), owned.group.names
-    slots = None if overlap is None or len(overlap.here) == 0 else _all_but(overlap.here, len(owned.keys))
+def _retrieve(dedup: OwnerDedup, store: HostStore, arrays: RecordMemory, overlap: Overlap | None) -> ResidentRows:
+    resident, names = arrays.reserve(dedup), dedup.group.names
+    slots = None if overlap is None or len(overlap.slots) == 0 else _all_but(overlap.slots, len(dedup.keys))
 
     def gather(array: Tensor, stretch: slice, chosen: Tensor | None) -> None:
-        array, offsets = array[:, : owned.group.num_columns], resident.offsets_of(stretch, chosen)
+        array, offsets = array[:, : dedup.group.num_columns], resident.offsets_of(stretch, chosen)
         if chosen is None:
-            found = resident.found[stretch]
-            store.gather_tables(names, offsets, owned.keys[stretch], array[stretch], None, found)
+            is_stored = resident.is_stored[stretch]
+            store.gather_tables(names, offsets, dedup.keys[stretch], array[stretch], None, is_stored)
         else:
-            resident.found[chosen] = store.gather_tables(names, offsets, owned.keys[chosen], array, chosen)
+            resident.is_stored[chosen] = store.gather_tables(names, offsets, dedup.keys[chosen], array, chosen)
 
     arrays.memory.fill_records(resident.records, resident.mirror, slots, gather)
     return resident
 
 
 def sync_overlap(
-    before: Sequence[ResidentRows], here: Sequence[ResidentRows], overlap: Sequence[Overlap], memory: Memory
+    previous: Sequence[ResidentRows], current: Sequence[ResidentRows], overlap: Sequence[Overlap], memory: Memory
 ) -> None:
     """Copies the records of the overlap, row and row state, from one batch to the next."""
-    for source, target, shared in zip(before, here, overlap, strict=True):
+    for source, target, shared in zip(previous, current, overlap, strict=True):
         memory.copy_rows(source.records, shared.on_device[0], target.records, shared.on_device[1])
 
 
@@ -153,7 +153,7 @@ def write_back(
     memory: Memory,
     slots: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """Writes records to the host store, all slots of a group or those named; a key exists from here on."""
+    """Writes records to the host store, all slots of a group or the given ones. Creates missing keys."""
     for rows, chosen in zip(resident, slots or [None] * len(resident), strict=True):
         if not rows.group.frozen:
             _write_back(rows, store, step, memory, chosen)
@@ -173,7 +173,7 @@ def _write_back(rows: ResidentRows, store: HostStore | Writer, step: int, memory
 def leaving(resident: Sequence[ResidentRows], overlap_with_next: Sequence[Overlap]) -> list[Tensor]:
     """Returns the slots of each group that the next batch does not need."""
     pairs = zip(resident, overlap_with_next, strict=True)
-    return [_all_but(shared.before, len(rows.keys)) for rows, shared in pairs]
+    return [_all_but(shared.previous_slots, len(rows.keys)) for rows, shared in pairs]
 
 
 def _all_but(slots: Tensor, num_slots: int) -> Tensor:
@@ -182,12 +182,14 @@ def _all_but(slots: Tensor, num_slots: int) -> Tensor:
     return others.nonzero().flatten()
 
 
-def room_error(resident: Sequence[ResidentRows], before: Sequence[ResidentRows], store: HostStore) -> ValueError | None:
-    """Returns why these rows, and those of the batch before that are not written back yet, will not all have room."""
+def room_error(
+    resident: Sequence[ResidentRows], previous: Sequence[ResidentRows], store: HostStore
+) -> ValueError | None:
+    """Returns an error if a table has no room for these rows and those of the previous batch, not yet written back."""
     for i, rows in enumerate(resident):
         if rows.group.frozen:
             continue
-        together = [rows, *before[i : i + 1]]
+        together = [rows, *previous[i : i + 1]]
         num_keys = sum(r.table_offsets.diff() for r in together)
         num_rows = store.sizes(rows.group.names)
         suspects = (num_rows + num_keys).numpy() > rows.group.most_rows  # if every key were new

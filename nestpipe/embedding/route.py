@@ -1,7 +1,7 @@
-"""Route: each owner learns which of its keys the global batch needs, who needs them, and when. Moves keys, never rows.
+"""Route: tells each owner which of its keys the global batch needs, which ranks need them, and when. Moves no rows.
 
-A rank first sends every rank a header and, for each table, the number of keys it asks for; then the keys themselves,
-each with a bit for every micro-batch. The owner dedups once more: slot i of a batch is its i-th owned key.
+A rank first sends every rank a header and, for each table, the number of keys that it needs; then the keys, each with a
+bit for every micro-batch. The owner dedups once more: slot i of a batch is its i-th owned key.
 """
 
 import zlib
@@ -26,40 +26,42 @@ class OwnerDedup:
 
     group: TableGroup
     keys: Tensor
-    """[slots] distinct owned keys, ascending by (table, requester, position): slot i has the i-th"""
+    """[slots] distinct owned keys, ascending by (table, requester, position): slot i has the i-th key."""
     table_offsets: Tensor
-    """[tables + 1] where the slots of each table begin"""
+    """[tables + 1] first slot of each table."""
     slots: Tensor
-    """[entries] slot of each key that each requester asks for, requester after requester"""
+    """[entries] slot of each key that a requester needs, requester after requester."""
     uses: Tensor
-    """[entries, bytes] the micro-batches of the requester that use it, a bit each"""
+    """[entries, bytes] bits of the requester's micro-batches that use the key."""
     entry_counts: NDArray[np.int64]
-    """[ranks] entries of each requester"""
+    """[ranks] entries of each requester."""
 
 
 @dataclass(frozen=True)
 class Route:
+    """A batch whose keys are known to their owners."""
+
     batch: BatchDedup
-    owned: list[OwnerDedup]
-    """by group"""
+    owner_dedups: list[OwnerDedup]
+    """Keys that this rank owns, by group."""
     weights: dict[str, float]
-    """of the global batch, by the names of this rank's batch"""
+    """Weights of the global batch, by the names in this rank's batch."""
     is_step: bool
-    """whether any weight is positive; otherwise there is nothing to train on"""
+    """True if any weight is positive; otherwise there is nothing to train on."""
     num_samples: int
-    """of the global batch"""
+    """Samples of the global batch."""
     key_bytes: int
-    """sent to other ranks"""
+    """Bytes of keys sent to other ranks."""
 
 
 class _Header:
-    """What every rank tells every rank before the keys: has_batch, has_error, num_samples, a hash of the losses' names,
-    and their weights in order of name. Int64 numbers; weights as their bits."""
+    """Header that every rank sends to every rank before the keys: has_batch, has_error, num_samples, a hash of the
+    losses' names, and their weights in order of name. All are int64; weights are bit patterns of doubles."""
 
     SIZE = 4 + MOST_LOSSES
 
     @staticmethod
-    def of(batch: BatchDedup | Exception) -> NDArray[np.int64]:
+    def encode(batch: BatchDedup | Exception) -> NDArray[np.int64]:
         header = np.zeros(_Header.SIZE, dtype=np.int64)
         if isinstance(batch, Exception):
             header[1] = 1
@@ -76,11 +78,11 @@ class _Agreed:
     """The headers of all ranks."""
 
     numbers: NDArray[np.int64]
-    """[ranks, _Header.SIZE]"""
+    """[ranks, _Header.SIZE] header of each rank."""
 
     @property
     def failed(self) -> list[int]:
-        """Ranks with an error."""
+        """Returns the ranks with an error."""
         return np.flatnonzero(self.numbers[:, 1]).tolist()
 
     @property
@@ -93,25 +95,26 @@ class _Agreed:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """[ranks, losses]"""
+        """Returns the weights, [ranks, losses]."""
         return np.ascontiguousarray(self.numbers[:, 4:]).view(np.float64)
 
     @property
     def total_weights(self) -> list[float]:
-        """Summed in order of rank, so that every rank has the same bits."""
+        """Returns the sums over ranks, in order of rank, so that every rank has the same bits."""
         totals: list[float] = np.cumsum(self.weights, axis=0)[-1].tolist()
         return totals
 
     @property
     def name_the_same_losses(self) -> bool:
+        """Returns whether all batches with a weight name the same losses."""
         weighted = (self.weights > 0).any(axis=1)
         return len(np.unique(self.numbers[weighted, 3])) <= 1
 
 
 def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel) -> Route | None:
-    """Exchanges keys. Returns None when no rank has a batch: the end of data.
+    """Exchanges keys. Returns None at the end of data, when no rank has a batch.
 
-    An exception instead of a batch stops all ranks here: this one raises it, the others a RankError that quotes it.
+    An exception instead of a batch stops all ranks: this one raises it, the others a RankError that quotes it.
     """
     agreed, counts = _exchange_counts(batch, features, channel)
     if agreed.failed:
@@ -122,11 +125,11 @@ def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: 
     if not agreed.name_the_same_losses:
         names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
-    owned, key_bytes = _exchange_keys(batch, counts, channel)
+    owner_dedups, key_bytes = _exchange_keys(batch, counts, channel)
     totals = agreed.total_weights
     return Route(
         batch=batch,
-        owned=owned,
+        owner_dedups=owner_dedups,
         weights=dict(zip(sorted(batch.weights), totals, strict=False)),
         is_step=any(total > 0 for total in totals),
         num_samples=agreed.num_samples,
@@ -142,7 +145,7 @@ def route_alone(batch: BatchDedup | Exception) -> Route | None:
         return None
     return Route(
         batch=batch,
-        owned=[_own(group) for group in batch.groups],
+        owner_dedups=[_owner_dedup(group) for group in batch.groups],
         weights=batch.weights,
         is_step=any(weight > 0 for weight in batch.weights.values()),
         num_samples=sum(batch.num_samples),
@@ -150,7 +153,8 @@ def route_alone(batch: BatchDedup | Exception) -> Route | None:
     )
 
 
-def _own(dedup: RequesterDedup) -> OwnerDedup:
+def _owner_dedup(dedup: RequesterDedup) -> OwnerDedup:
+    """Returns the owner's dedup in a world of one, where no rank sends entries."""
     offsets = _offsets(dedup.counts[0].long())
     none = torch.empty(0, dtype=torch.int64)
     return OwnerDedup(dedup.group, dedup.keys, offsets, none, dedup.uses[:0], np.zeros(1, dtype=np.int64))
@@ -159,8 +163,8 @@ def _own(dedup: RequesterDedup) -> OwnerDedup:
 def _exchange_counts(
     batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel
 ) -> tuple[_Agreed, list[Tensor]]:
-    """Returns the headers of all ranks, and by group the [ranks, tables] numbers of keys they ask this rank for."""
-    size, header = channel.size, torch.from_numpy(_Header.of(batch).view(np.int32))
+    """Returns the headers of all ranks, and by group the [ranks, tables] numbers of keys they need from this rank."""
+    size, header = channel.size, torch.from_numpy(_Header.encode(batch).view(np.int32))
     sent = torch.empty(size, len(header) + features.num_tables, dtype=torch.int32)
     sent[:, : len(header)] = header
     if isinstance(batch, Exception):
@@ -175,7 +179,7 @@ def _exchange_counts(
 
 
 def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) -> tuple[list[OwnerDedup], int]:
-    """Returns what this rank owns of each group, and the bytes sent. A rank's own keys are in no message."""
+    """Returns the owner's dedup of each group, and the bytes sent. A rank sends its own keys in no message."""
     mask_bytes = (batch.num_micro_batches + 7) // 8
     sent = _KeyLayout([_rank_sums(group.counts) for group in batch.groups], mask_bytes, channel.rank)
     message = torch.empty(sent.num_bytes, dtype=torch.uint8)
@@ -184,12 +188,12 @@ def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) ->
     arriving = _KeyLayout([_rank_sums(group) for group in counts], mask_bytes, channel.rank)
     received = torch.empty(arriving.num_bytes, dtype=torch.uint8)
     channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
-    owned = []
+    dedups = []
     for g, group in enumerate(batch.groups):
         keys, uses = arriving.read(received, g, group, sent.own(g))
         distinct, slots, table_counts = plan_ops.owner_dedup(keys, counts[g])
-        owned.append(OwnerDedup(group.group, distinct, _offsets(table_counts), slots, uses, arriving.counts[g]))
-    return owned, sent.num_bytes
+        dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), slots, uses, arriving.counts[g]))
+    return dedups, sent.num_bytes
 
 
 def _rank_sums(counts: Tensor) -> NDArray[np.int64]:
@@ -207,20 +211,20 @@ class _KeyLayout:
     """A message of keys: rank after rank, and for each rank, group after group, keys and then their uses."""
 
     def __init__(self, counts: list[NDArray[np.int64]], mask_bytes: int, own_rank: int) -> None:
-        """counts: by group, [ranks] keys, those of this rank included"""
+        """counts: keys of each rank, this one included, by group."""
         self.counts = counts
         self._mask_bytes = mask_bytes
         self._own_rank = own_rank
         self._sent = [np.where(np.arange(len(group)) == own_rank, 0, group) for group in counts]
         sizes = [group * (KEY_BYTES + mask_bytes) for group in self._sent]
         self.sizes = np.sum(sizes, axis=0)
-        """[ranks] bytes"""
+        """[ranks] bytes."""
         self.num_bytes = int(self.sizes.sum())
         self._starts = np.cumsum(self.sizes) - self.sizes + np.cumsum(sizes, axis=0) - sizes
-        """[groups, ranks] where each part begins"""
+        """[groups, ranks] start of each part in the message."""
 
     def own(self, group: int) -> slice:
-        """The positions that this rank has of a group."""
+        """Returns the positions of this rank's own keys in a group."""
         first = int(self.counts[group][: self._own_rank].sum())
         return slice(first, first + int(self.counts[group][self._own_rank]))
 
@@ -229,17 +233,17 @@ class _KeyLayout:
             plan_ops.copy_runs(array, self._firsts(group) * width, message, starts, self._sent[group] * width)
 
     def read(self, message: Tensor, group: int, dedup: RequesterDedup, own: slice) -> tuple[Tensor, Tensor]:
-        """Returns the keys and uses of all requesters; this rank's come from its own dedup."""
-        num_keys, here = int(self.counts[group].sum()), self.own(group)
+        """Returns the keys and uses of all requesters. This rank's come from its own dedup."""
+        num_keys, target = int(self.counts[group].sum()), self.own(group)
         keys = torch.empty(num_keys, dtype=torch.int64)
         uses = torch.empty(num_keys, self._mask_bytes, dtype=torch.uint8)
         for array, width, starts in self._arrays(group, keys, uses):
             plan_ops.copy_runs(message, starts, array, self._firsts(group) * width, self._sent[group] * width)
-        keys[here], uses[here] = dedup.keys[own], dedup.uses[own]
+        keys[target], uses[target] = dedup.keys[own], dedup.uses[own]
         return keys, uses
 
     def _arrays(self, group: int, keys: Tensor, uses: Tensor) -> list[tuple[Tensor, int, NDArray[np.int64]]]:
-        """Returns each array, its bytes a key, and where its parts begin in the message."""
+        """Returns each array, its bytes per key, and the start of its parts in the message."""
         starts = self._starts[group]
         return [(keys, KEY_BYTES, starts), (uses, self._mask_bytes, starts + self._sent[group] * KEY_BYTES)]
 

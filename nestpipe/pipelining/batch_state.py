@@ -14,12 +14,12 @@ from nestpipe.embedding.route import Route
 
 @dataclass
 class Requested:
-    """After prefetch: the batch was pulled, and its keys deduped."""
+    """After prefetch: the batch was pulled and its keys deduped."""
 
     batch: Batch | None
-    """None: this rank is out of data"""
+    """None if this rank is out of data."""
     keys: BatchDedup | Exception
-    """an exception travels in the route's header, so that all ranks raise it"""
+    """An exception travels in the route's header, so that all ranks raise it."""
 
 
 @dataclass
@@ -28,36 +28,36 @@ class Routed:
 
     route: Route
     plan: Plan | None
-    """what travels with which micro-batch; None in a world of one"""
+    """Rows and gradients that travel with each micro-batch; None in a world of one."""
 
 
 @dataclass
 class Resident:
-    """After retrieve: the owned rows are at hand."""
+    """After retrieve: the owned rows are resident."""
 
     groups: list[ResidentRows]
     overlap: list[Overlap] | None
-    """slots shared with the batch before; None: all rows came from the host store"""
+    """Slots shared with the previous batch, by group; None if all rows came from the host store."""
     problem: Exception | None
-    """why the step must not be applied, found by this rank; commit tells all"""
+    """Reason of this rank not to apply the step. Commit tells all ranks."""
     has_unwritten: bool = False
-    """whether the records of the overlap are newer than those in the host store"""
+    """True if the records of the overlap are newer than those in the host store."""
 
 
 @dataclass
 class InTraining:
-    """From begin on: rows are frozen until the update."""
+    """After begin: rows are frozen until the update."""
 
     exchange: BatchExchange | None
-    """None once the step has ended, so that its memory is free"""
+    """None once the step has ended, so that its memory is free."""
     gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """by micro-batch and group, from the dense part until they are returned"""
+    """Gradients by micro-batch and group, from the dense part until they are returned."""
     sums: list[Tensor | None] = field(default_factory=list)
-    """by group: the gradient of each slot, over the global batch; after sum_gradients"""
+    """Gradient of each slot over the global batch, by group; empty before sum_gradients."""
     outcome: Tensor | None = None
-    """on a device: the step's loss, and whether it is masked, which the host does not know yet"""
+    """Loss of the step and its mask, on the device until the host has read them."""
     is_partially_updated: bool = False
-    """whether the update failed halfway: the records belong to no step"""
+    """True if the update failed halfway: the records belong to no step."""
 
 
 @dataclass
@@ -66,9 +66,9 @@ class Applied:
 
     step: int
     is_masked: bool = False
-    """whether this step, or one before it, was not finite: then it changed no row"""
+    """True if this step or an earlier one was not finite, so that it changed no row."""
     is_written: bool = False
-    """whether it was written back, except for what stays for the next batch"""
+    """True once its rows were written back, except those that stay for the next batch."""
 
 
 @dataclass
@@ -77,33 +77,35 @@ class BatchState:
 
     number: int
     requested: Requested | None = None
-    """None: not pulled, because the run has all the steps it was asked for"""
+    """None if the batch was not pulled, because the run has all its steps."""
     routed: Routed | None = None
-    """None: no rank has a batch, or there was an error"""
+    """None if no rank has a batch, or after an error."""
     resident: Resident | None = None
     training: InTraining | None = None
     applied: Applied | None = None
     error: Exception | None = None
-    """raised when this batch is to be trained: those before it are trained as if nothing had happened"""
+    """Error that is raised when the turn of this batch comes. Earlier batches are trained normally."""
     is_raised: bool = False
-    """whether that has happened"""
+    """True once `error` was raised."""
     is_refused: bool = False
-    """whether its training failed: to train it again would fail again"""
+    """True if its training failed: training it again would fail again."""
     is_skipped: bool = False
-    """whether its turn came, but its weight is 0"""
+    """True if its turn came, but its weight is 0."""
     is_left: bool = False
-    """whether its step was left before the update"""
+    """True if its step was left before the update."""
 
     @property
     def is_step(self) -> bool:
+        """Returns whether the batch is trained as a step."""
         return self.routed is not None and self.routed.route.is_step and self.error is None
 
     @property
     def is_end(self) -> bool:
+        """Returns whether the data ended before this batch."""
         return self.routed is None and self.error is None
 
     @property
     def is_untrained(self) -> bool:
-        """Whether it was pulled and is not at fault, but no step has applied it."""
+        """Returns whether no step has applied the batch, although nothing is wrong with it."""
         is_open = self.applied is None or self.applied.is_masked
         return is_open and not (self.is_raised or self.is_refused or self.is_skipped)

@@ -1,11 +1,11 @@
 """Commit: all ranks agree whether a step counts.
 
 A step does not count if on any rank a loss or a gradient is not finite, or a table has no room for its new rows. The
-agreement has a channel of its own, so it is the same whoever sums the dense gradients: our reducer, DDP or FSDP.
+agreement has its own channel, so it works alike with DenseReducer, DDP or FSDP.
 
-In host memory the agreement is known before anything is applied, and an error is raised on every rank. A device finds
-out later than the host: there a flag masks the updates of rows from the first step on that is not finite, and the host
-raises two steps later. Room is known to the host in both.
+In host memory the result is known before anything is applied, and an error is raised on every rank. On a device the
+host learns it later: a flag on the device masks the updates of rows from the first step that is not finite, and the
+host raises two steps later. The host knows about room in both cases.
 """
 
 from concurrent.futures import Future
@@ -17,14 +17,29 @@ from torch import Tensor
 
 from nestpipe.device.streams import Mark, use_here, wait_for
 from nestpipe.distributed import World
-from nestpipe.pipelining.finite import NonFiniteError
 
 Sum = Future[tuple[Tensor, Mark]]
+
+LATE_STEPS = 2
+"""Steps after which the host reads the outcome of a step on a device."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient was not finite. Nothing of that step was applied to rows."""
+
+
+def late_error(number: int) -> NonFiniteError:
+    """Returns the error for a step that was not finite on a device, while the host went on."""
+    return NonFiniteError(
+        f"step {number}: a loss or a gradient is not finite on some rank; no row was changed by this step or after it, "
+        "but the dense parameters were: go on from a checkpoint. Lower the learning rate, clip gradients, or look for "
+        "bad inputs in this batch"
+    )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a device found out about a step."""
+    """Result of a step on a device, as read back by the host."""
 
     loss: float
     is_masked: bool
@@ -32,17 +47,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank knows of a step."""
+    """Contribution of one rank to the agreement on a step."""
 
     step: int
     non_finite: Tensor
-    """one bool, where the model is: whether a loss or gradient of this rank is not finite"""
+    """One bool on the model's device: True if a loss or gradient of this rank is not finite."""
     loss: Tensor
-    """this rank's part of the loss"""
+    """This rank's part of the loss."""
     problem: Exception | None
-    """why the step must not be applied"""
+    """Reason not to apply the step; None if there is none."""
     extra: Tensor
-    """numbers that are summed over ranks on the way, in host memory"""
+    """More numbers to sum over ranks, in host memory."""
 
 
 class Agreement(Protocol):
@@ -52,12 +67,12 @@ class Agreement(Protocol):
         """Returns the loss of the global batch, the summed extra numbers, and whether the step is not finite (on a
         device). Raises on all ranks if the step does not count.
 
-        any_non_finite: what every rank knows by itself, the same on all: whether a dense sum is not finite.
+        any_non_finite: True if a dense sum is not finite; every rank passes the same value.
         """
 
 
 def begin_commit(world: World, ballot: Ballot) -> Agreement:
-    """Begins the agreement; what runs until it is finished hides its time."""
+    """Begins the agreement. Work done before it is finished hides its time."""
     return _DeviceAgreement(world, ballot) if world.runs_ahead else _HostAgreement(world, ballot)
 
 
@@ -65,8 +80,8 @@ class _HostAgreement:
     def __init__(self, world: World, ballot: Ballot) -> None:
         self._world = world
         self._ballot = ballot
-        known = torch.tensor([bool(ballot.non_finite), ballot.problem is not None, ballot.loss], dtype=torch.float64)
-        self._sum = world.commit.begin_sum([known, ballot.extra])
+        numbers = torch.tensor([bool(ballot.non_finite), ballot.problem is not None, ballot.loss], dtype=torch.float64)
+        self._sum = world.commit.begin_sum([numbers, ballot.extra])
 
     def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums, _ = self._world.watch.wait(self._sum, "commit")
@@ -103,7 +118,7 @@ class _DeviceAgreement:
 
 
 def _raise_problem(world: World, problem: Exception | None) -> None:
-    """Raises on all ranks: each its own problem, or the text of the others'."""
+    """Raises on all ranks: each its own problem, or an error that quotes the others."""
     channel = world.commit
     failed = channel.all_to_all_equal(torch.full((channel.size, 1), int(problem is not None))).flatten()
     channel.raise_agreed(problem, failed.nonzero().flatten().tolist())

@@ -1,19 +1,19 @@
-"""Stages so short that handing them to another thread costs more than doing them.
+"""Light stages: those so short that handing them to another thread costs more than doing them.
 
-Threads of one interpreter take turns. A stage that runs on a lane of its own interrupts the compute lane at each of its
-calls, which takes about a millisecond in all, however little there is to do. So with small batches a stage is done by
-the compute lane itself, where the schedule has it; with larger ones it goes back to its lane.
+Threads of one interpreter take turns. A stage on its own lane interrupts the compute lane at each of its calls, which
+takes about a millisecond in total, however little there is to do. So with small batches the compute lane does a stage
+itself, at its place in the schedule; with larger batches the stage returns to its lane.
 """
 
 from dataclasses import dataclass
 
 LIGHT_SECONDS = 1.5e-3
-"""a stage is light if it takes less of the processor's time, on average over the last few times"""
+"""A stage is light if it takes less CPU time than this, on average over its last runs."""
 NUM_AVERAGED = 8
 MOST_FACTOR = 4
-"""a light stage that took more than this many times as long, waiting included, is not light: it waits for something"""
+"""A light stage that took more than this many times LIGHT_SECONDS, waiting included, is paused: it had to wait."""
 FIRST_PAUSE, LONGEST_PAUSE = 64, 4096
-"""times that it is then done on its lane, before it is tried again; doubled each time"""
+"""Runs on its own lane before a paused stage is tried again; doubled each time."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Load:
 
 
 class LightStages:
-    """What each stage took so far, and whether it is light. Each stage is recorded by one thread at a time."""
+    """Measures how long each stage takes, and finds the light ones. Each stage is recorded by one thread at a time."""
 
     def __init__(self, light_seconds: float) -> None:
         self._light_seconds = light_seconds
@@ -37,13 +37,13 @@ class LightStages:
             return False
         return load.mean_seconds < self._light_seconds
 
-    def record(self, stage: str, work_seconds: float, seconds: float, *, is_here: bool) -> None:
-        """work_seconds: time on the processor; seconds: waiting included; is_here: whether the compute lane did it."""
+    def record(self, stage: str, work_seconds: float, seconds: float, *, is_inline: bool) -> None:
+        """Records a run. work_seconds: CPU time. seconds: wall time. is_inline: the compute lane did it."""
         load = self._loads.setdefault(stage, _Load())
         load.num_times += 1
         weight = 1 / min(load.num_times, NUM_AVERAGED)
         load.mean_seconds += weight * (work_seconds - load.mean_seconds)
-        if is_here and seconds > MOST_FACTOR * self._light_seconds:
+        if is_inline and seconds > MOST_FACTOR * self._light_seconds:
             load.num_paused, load.pause = load.pause, min(2 * load.pause, LONGEST_PAUSE)
-        elif not is_here and load.num_paused > 0:
+        elif not is_inline and load.num_paused > 0:
             load.num_paused -= 1

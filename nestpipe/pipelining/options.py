@@ -1,4 +1,4 @@
-"""What may be chosen about a pipeline: checked once, when it is made, and handed through whole."""
+"""The options of a pipeline, checked when they are made."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,24 @@ from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 
 @dataclass(frozen=True)
 class PipelineOptions:
+    """Options of `pipeline` and Trainer, which take these fields as keywords."""
+
     schedule: str = "nested"
-    """"serial", "inter", "intra" or "nested"; the result is the same, bit for bit"""
+    """"serial", "inter", "intra" or "nested". The result is the same, bit for bit."""
     num_micro_batches: int = 1
-    """parts that a rank's batch is split into"""
+    """Parts that a rank's batch is split into."""
     clustering: Clustering = BY_KEYS
-    """which samples go together into a micro-batch"""
+    """Method that groups samples into micro-batches."""
     window: str = "once"
-    """"once": a row travels once a batch; "resend": with every micro-batch that uses it"""
+    """"once" if a row travels once a batch; "resend" if it travels with every micro-batch that uses it."""
     seed: int = 0
-    """of initial rows and of the model's random numbers"""
+    """Seed of initial rows and of the model's random numbers."""
     num_threads: int = 1
-    """threads of the host store and of planning"""
+    """Threads of the host store and of planning."""
     device_budget_bytes: int | None = None
-    """device memory that the embedding part of a rank may take; a batch that needs more is refused (docs/memory.md)"""
+    """Device memory that the embedding part of a rank may use; a batch that needs more is refused (docs/memory.md)."""
     stale: bool = False
-    """for experiments: shows the model shared rows as they were before the last update, which makes the result wrong"""
+    """For experiments: shows the model shared rows as they were before the last update. The result is wrong."""
 
     def __post_init__(self) -> None:
         _check_choice("schedule", self.schedule, SCHEDULES)

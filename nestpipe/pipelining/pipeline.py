@@ -1,4 +1,4 @@
-"""The loop over steps and micro-batches, for a user's own loop and for the Trainer alike."""
+"""The loop over steps and micro-batches, for users' own loops and for the Trainer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,8 +14,8 @@ from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.pipelining import light
 from nestpipe.pipelining.batch_state import BatchState
+from nestpipe.pipelining.commit import LATE_STEPS, NonFiniteError, late_error
 from nestpipe.pipelining.executor import Action, Executor
-from nestpipe.pipelining.finite import LATE_STEPS, NonFiniteError, found_late
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, WINDOWED, WITHOUT_EXCHANGE, operations
 from nestpipe.pipelining.stages import Stages
@@ -26,7 +26,7 @@ from nestpipe.store import HostStore
 
 
 class Pipeline:
-    """An iterable of steps over batches, and the context that ends it cleanly.
+    """An iterable of steps over batches, and a context manager that ends it cleanly.
 
     When it has ended, the store holds every row, whatever the schedule.
     """
@@ -44,30 +44,30 @@ class Pipeline:
         short_stages: light.LightStages | None = None,
         **options: Any,
     ) -> None:
-        """short_stages: what is known of them from an earlier pipeline. options: the fields of PipelineOptions."""
+        """short_stages: measurements of an earlier pipeline. options: the fields of PipelineOptions."""
         self.options = PipelineOptions(**options)
         self.groups = group_features(features)
         seed, num_threads = self.options.seed, self.options.num_threads
         self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
-        """holds the rows; give it to the next pipeline to go on with them"""
+        """Store that holds the rows; pass it to the next pipeline to continue with them."""
         self.world = World.given_or_found(world)
         self.trace = trace or Trace(device=self.world.device)
         self.num_skipped = 0
-        """batches of weight 0, which do not count as steps"""
+        """Batches of weight 0, which do not count as steps."""
         self.num_applied = 0
-        """steps"""
+        """Steps applied so far."""
         self.losses: list[float] = []
-        """losses of the steps so far; on a device, those read back so far"""
+        """Losses of the steps so far; on a device, those read back so far."""
         self.partially_updated = False
-        """whether an update of rows failed halfway: this rank's rows belong to no step, go on from a checkpoint"""
+        """True if an update of rows failed halfway. This rank's rows belong to no step: continue from a checkpoint."""
         self.untrained: list[Batch | Exception] = []
-        """after the end: what was pulled and not trained, for the next pipeline; an error that no step has raised yet,
-        too"""
+        """After the end: batches that were pulled and not trained, for the next pipeline, and errors of reading that no
+        step has raised."""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
         self._make_stages(steps, short_stages or light.LightStages(light.LIGHT_SECONDS))
         self._first_step = self._number = first_step
         self.failed_step: int | None = None
-        """on a device: the first step that is masked, once the host knows"""
+        """On a device: first step that was masked, once the host knows."""
         self._step: Step | None = None
         self._is_stopped = False
 
@@ -79,21 +79,21 @@ class Pipeline:
         if exchange.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
         self.budget = self._make_budget(schedule, memory)
-        """what the embedding part needs of the device, if it has a budget"""
-        made = StaleStages if options.stale else Stages
-        self.stages = made(self.groups, self._reader, self.store, world, exchange, memory, options, steps, self.budget)
+        """Device memory of the embedding part; None without device_budget_bytes."""
+        kind = StaleStages if options.stale else Stages
+        self.stages = kind(self.groups, self._reader, self.store, world, exchange, memory, options, steps, self.budget)
         self.last_stage = LAST_STAGE[schedule]
-        listed = operations(schedule, options.num_micro_batches, steps)
-        # In host memory nothing is uploaded, in a world of one nothing is routed: a thread each would cost more.
+        operation_list = operations(schedule, options.num_micro_batches, steps)
+        # In host memory nothing is uploaded, and in a world of one nothing is routed: no thread is worth its cost.
         shared = {} if memory.has_mirrors else {"upload": "input"}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
-        # A device must not wait for a thread that does something else than launching its work.
+        # With a device the compute lane does no other lane's work: the device would wait for its next launch.
         parts = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else short_stages
-        self.executor = Executor(listed, self._actions(), self.trace, *parts)
+        self.executor = Executor(operation_list, self._actions(), self.trace, *parts)
 
     def _actions(self) -> dict[str, Action]:
-        """What the executor does at each operation. The step itself does dense, reduce, commit and update: the
-        executor meets them only in batches that are not trained."""
+        """Returns the action of each stage. The step itself does dense, reduce, commit and update; the executor meets
+        them only in batches that are not trained."""
         stages = self.stages
         return {
             "prefetch": stages.prefetch,
@@ -127,13 +127,13 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.world.watch.report(error)  # other ranks may not know of it, and would wait for this one
-            if self._step is not None and isinstance(error, Exception):  # not if somebody pressed Ctrl-C
+            self.world.watch.report(error)  # other ranks may wait for this one
+            if self._step is not None and isinstance(error, Exception):  # not after Ctrl-C
                 self.stages.refuse(self._step.state)
         self.trace.enter("")
         self._end(gives_up=error is not None and self.world.size == 1)
         if self.failed_step is not None and not isinstance(error, NonFiniteError):
-            late = found_late(self.failed_step)
+            late = late_error(self.failed_step)
             if error is None:
                 raise self.world.watch.agreed(late)
             error.add_note(str(late))
@@ -176,7 +176,7 @@ class Pipeline:
                 return
 
     def end_step(self) -> None:
-        """After update_rows: what follows, until the next step is asked for, does not count in the step's time."""
+        """Ends a step after update_rows. Later work, until the next step is requested, does not count in its time."""
         step = self._step
         if step is None:
             return
@@ -189,21 +189,21 @@ class Pipeline:
         self._number += 1
 
     def stop(self) -> None:
-        """Ends the loop after this step, as if no more had been asked for.
+        """Ends the loop after this step.
 
-        Call it on all ranks at the same step, once it is applied. Batches that were pulled already are `untrained`.
+        Call it on all ranks at the same step, once it is applied. Batches that were already pulled are `untrained`.
         """
         self._is_stopped = True
 
     def flush(self) -> None:
-        """At a step boundary, on all ranks: lets the lanes finish, and writes every row to the store. Then goes on."""
+        """Writes every row to the store, after all lanes have finished. Call it on all ranks, at a step boundary."""
         self.executor.drain()
         self.stages.flush()
         self.poll_outcomes()
-        self._raise_late()  # nobody is to save, or to evaluate, what a step that is not finite has left
+        self._raise_late()  # the result of a step that is not finite must not be saved or evaluated
 
     def poll_outcomes(self, last: int | None = None) -> None:
-        """Takes in what a device has found out about the steps that were written back, up to this one."""
+        """Reads the outcomes of steps that were written back, up to step `last`."""
         outcomes = self.stages.outcomes
         for number in sorted(outcomes):  # a copy: a lane may add to it meanwhile
             if self.failed_step is not None or (last is not None and number > last):
@@ -215,9 +215,9 @@ class Pipeline:
                 self.losses.append(outcome.loss)
 
     def _raise_late(self) -> None:
-        """Raises, on all ranks alike, what a device found out about a step."""
+        """Raises, on all ranks alike, if a step was not finite on a device."""
         if self.failed_step is not None:
-            raise self.world.watch.agreed(found_late(self.failed_step))
+            raise self.world.watch.agreed(late_error(self.failed_step))
 
     def _next_state(self) -> BatchState:
         op = self.executor.play_until("begin")
@@ -225,14 +225,14 @@ class Pipeline:
         return self.stages.state(op.batch)
 
     def _end(self, gives_up: bool = False) -> None:
-        """The store holds every row; threads end. Ranks that no longer answer are not waited for: their lanes end with
-        the process. A rank alone that gives up does not wait for its reader, either."""
+        """Brings every row to the store and ends the threads. Does not wait for lost ranks: lanes that do end with the
+        process. gives_up: for a world of one, does not wait for its reader either."""
         if self.budget is not None:
             self.budget.end()
         watch = self.world.watch
         if watch.failure is not None:
             self.executor.release()
-            self.stages.close()  # so that the next run names the lost ranks, not this one
+            self.stages.close()  # so that the next run reports the lost ranks, not an open writer
             return
         try:
             if gives_up:
@@ -242,7 +242,7 @@ class Pipeline:
                 self._leave_step()
                 self.executor.drain()
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C: lanes may be in collectives that cannot end any more
+            if not isinstance(error, Exception):  # Ctrl-C: lanes may be in collectives that can no longer complete
                 watch.report(error)
             if watch.failure is not None:
                 self.executor.release()
@@ -262,11 +262,11 @@ class Pipeline:
         self.poll_outcomes()
         self.executor.close()
         self.untrained = self.stages.untrained()
-        self.world.finish_device()  # the next run may get the memory of this one
+        self.world.finish_device()  # the next run may reuse the memory of this one
         self.trace.settle()
 
     def _leave_step(self) -> None:
-        """Ranks may have left a step at different micro-batches: each goes through with what others may wait for."""
+        """Completes the exchanges of a step that was left: ranks may have left it at different micro-batches."""
         if self._step is not None and not self._step.is_applied:
             self.stages.leave(self._step.state)
             self.executor.play_until("update")

@@ -1,11 +1,11 @@
-"""What is done, in which order, on which lane: a schedule is a list of operations, made by a pure function.
+"""Schedules: lists of operations, made by a pure function. An operation has a stage, a lane and a batch.
 
 serial     one lane does everything, batch by batch:
 
     compute   | prefetch upload route retrieve | begin | send_rows dense return_gradients, the same again ... |
               | reduce commit sum_gradients update | write_back |
 
-inter      five stages of consecutive batches side by side; b is the batch in training:
+inter      stages of consecutive batches overlap; b is the batch in training:
 
     input     | prefetch b+2             |
     upload    |          upload b+2      |
@@ -13,13 +13,13 @@ inter      five stages of consecutive batches side by side; b is the batch in tr
     host      | write_back b-1, then retrieve b+1 (never the other way round: b+1 may need what b-1 wrote)
     compute   | send_rows dense return_gradients ... update of b, overlap_sync b -> b+1 | the same of b+1
 
-intra      rows are frozen inside a batch, so its exchanges run beside its dense part; digits are micro-batches:
+intra      rows are frozen inside a batch, so its exchanges overlap its dense part; digits are micro-batches:
 
     rows      | send_rows 0 | send_rows 1 | send_rows 2 |
     compute   |             | dense 0     | dense 1     | dense 2     |          | reduce commit sum_gradients update
     gradients |                           | return_gradients 0 | return_gradients 1 | return_gradients 2 |
 
-nested     inter, and inside each batch intra; the host lane begins when the first rows are there.
+nested     inter, and intra inside each batch; the host lane begins when the first rows have arrived.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
@@ -34,20 +34,20 @@ from nestpipe.pipelining.stage import COMPUTE, STAGES
 SCHEDULES = ("serial", "inter", "intra", "nested")
 
 OVERLAPPING = ("inter", "nested")
-"""schedules in which consecutive batches overlap, and shared rows stay on the device"""
+"""Schedules in which consecutive batches overlap and shared rows stay on the device."""
 
 WINDOWED = ("intra", "nested")
-"""schedules in which the exchanges of a batch run while its dense part does"""
+"""Schedules in which the exchanges of a batch overlap its dense part."""
 
 LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
 """Last stage that a step waits for, by schedule. Later stages overlap the next step."""
 
 WITHOUT_EXCHANGE = {"intra": "serial", "nested": "inter"}
-"""Schedule that is played in a world of one, where nothing travels: copying rows while the dense part runs takes more
-time from it than doing one after the other."""
+"""Schedule that is played in a world of one, where nothing travels: copying rows would slow down a dense part that runs
+at the same time by more than the copy takes alone."""
 
 Name = tuple[str, int, int]
-"""Stage, batch and micro-batch (-1: the whole batch)."""
+"""Stage, batch and micro-batch; -1 stands for the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class Op:
 
 
 def operations(schedule: str, num_micro_batches: int, steps: int | None = None) -> Iterator[Op]:
-    """The operations of an endless run, in the order in which they are issued.
+    """Yields the operations of an endless run, in the order in which they are issued.
 
-    A run of `steps` steps must not pull a batch too many. It needs as many batches, and more only if some of them do
-    not count as steps; so from there on a batch is pulled when those before it have been routed.
+    A run of `steps` steps must not pull more batches than it trains. It needs more than `steps` batches only if some do
+    not count as steps. So each further batch is pulled only after the one before it was routed.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
     batches = _overlapping if schedule in OVERLAPPING else _one_by_one
-    endless = batches(_beside_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
+    endless = batches(_during_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
     for op in endless:
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
             yield replace(op, waits_for=(*op.waits_for, ("route", op.batch - 1, -1)))
@@ -81,7 +81,7 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
 
 
 Window = Callable[[int, int], Iterator[Op]]
-"""(batch, number of micro-batches) -> from the first send_rows to the last return_gradients, while rows are frozen."""
+"""(batch, number of micro-batches) -> operations from the first send_rows to the last return_gradients."""
 
 
 def _one_by_one(window: Window, num_micro_batches: int) -> Iterator[Op]:
@@ -100,8 +100,8 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
     for batch in count():
         first, *rest = window(batch, num_micro_batches)
         begin = Op("begin", COMPUTE, batch, waits_for=_stages_before_training(batch))
-        # The compute lane waits for the first rows: what is for later leaves them the processor and the link. But if
-        # all rows come first, so that dense compute is all there is to hide behind, the host store cannot wait.
+        # The compute lane waits for the first rows, so work for later batches leaves them the processor and the link.
+        # But without overlapping exchanges only dense compute can hide the host store's work, so that starts at once.
         if first.lane == COMPUTE:
             yield from (*_on_host(batch), begin, first)
         else:
@@ -113,7 +113,7 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
 
 
 def _on_host(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
-    """What the host lane does while a batch is in training."""
+    """Yields the operations of the host lane while a batch is in training."""
     if batch > 0:
         yield _overlapped("write_back", batch - 1, waits_for=(("overlap_sync", batch - 1, -1), *after))
     yield _retrieve(batch + 1)
@@ -130,7 +130,7 @@ def _retrieve(batch: int) -> Op:
 
 
 def _stages_before_training(batch: int) -> tuple[Name, ...]:
-    """In their order, so that a wait counts for the stage that is late."""
+    """Returns the stages in their order, so that a wait counts for the stage that is late."""
     return tuple((stage, batch, -1) for stage in ("prefetch", "upload", "route", "retrieve"))
 
 
@@ -140,8 +140,8 @@ def _in_turn(batch: int, num_micro_batches: int) -> Iterator[Op]:
             yield Op(stage, COMPUTE, batch, micro_batch)
 
 
-def _beside_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
-    """All rows may be sent at once: a requester keeps room for them anyway. The first micro-batch's come first."""
+def _during_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
+    """Sends all rows at once, those of the first micro-batch first: a requester has room for all of them anyway."""
     micro_batches = range(num_micro_batches)
     for i in micro_batches:
         yield _overlapped("send_rows", batch, i, waits_for=(("begin", batch, -1),))
@@ -151,7 +151,7 @@ def _beside_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
 
 
 def _apply(batch: int, num_micro_batches: int) -> Iterator[Op]:
-    """From the last gradient returned to the rows' update. A requester's sums are complete before it commits."""
+    """Yields the operations from the last gradient returned to the update. Gradients are summed before commit."""
     returned = tuple(("return_gradients", batch, i) for i in range(num_micro_batches))
     yield Op("reduce", COMPUTE, batch, waits_for=returned)
     for stage in ("commit", "sum_gradients", "update"):
@@ -159,5 +159,5 @@ def _apply(batch: int, num_micro_batches: int) -> Iterator[Op]:
 
 
 def _overlapped(stage: str, batch: int, micro_batch: int = -1, waits_for: tuple[Name, ...] = ()) -> Op:
-    """An operation on its stage's own lane."""
+    """Returns an operation on its stage's own lane."""
     return Op(stage, STAGES[stage].lane, batch, micro_batch, waits_for)

@@ -3,28 +3,28 @@
 from dataclasses import dataclass
 
 COMPUTE = "compute"
-"""the lane of the caller's thread"""
+"""Lane of the caller's thread."""
 
 
 @dataclass(frozen=True)
 class Stage:
     name: str
     lane: str
-    """lane that does it when it overlaps training; schedules without overlap do it on the compute lane"""
+    """Lane that does the stage when it overlaps training. Schedules without overlap do it on the compute lane."""
     time_field: str
-    """field of the summary in which its time on the compute lane counts, waiting included"""
-    what: str
+    """Field of the summary that counts its time on the compute lane, waiting included."""
+    description: str
     busy_field: str | None = None
-    """field of the summary that counts the time in which lanes work at it"""
+    """Field of the summary that counts the time in which lanes work on it."""
     needs_ranks: bool = False
-    """whether it waits for other ranks; at other stages a rank works alone, as long as it takes"""
+    """True if it waits for other ranks."""
     exchanges_rows: bool = False
-    """whether it issues collectives of device memory"""
+    """True if it issues collectives of device memory."""
 
 
 _STAGES = (
     Stage("prefetch", "input", "exposed_input_ms", "reads a batch, dedups and clusters it", "busy_input_ms"),
-    Stage("upload", "upload", "exposed_lookup_ms", "brings the model's inputs to the device"),
+    Stage("upload", "upload", "exposed_lookup_ms", "copies the model's inputs to the device"),
     Stage("route", "route", "exposed_lookup_ms", "tells owners which keys the batch needs", needs_ranks=True),
     Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident", "busy_host_ms"),
     Stage("begin", COMPUTE, "exposed_exchange_ms", "freezes the rows"),
@@ -37,8 +37,8 @@ _STAGES = (
     Stage("update", COMPUTE, "row_update_ms", "the row optimizer"),
     Stage("overlap_sync", COMPUTE, "exposed_lookup_ms", "copies rows that the next batch shares"),
     Stage("write_back", "host", "exposed_lookup_ms", "writes rows to the host store", "busy_host_ms"),
-    Stage("other", COMPUTE, "other_ms", "named work that is none of the above"),
-    Stage("", COMPUTE, "unattributed_ms", "what no span covers"),
+    Stage("other", COMPUTE, "other_ms", "named work outside of the other stages"),
+    Stage("", COMPUTE, "unattributed_ms", "time that no span covers"),
 )
 
 STAGES = {stage.name: stage for stage in _STAGES}
@@ -48,4 +48,4 @@ BUSY = {
     for name in dict.fromkeys(stage.busy_field for stage in _STAGES)
     if name is not None
 }
-"""By field: the time in which at least one of these stages is worked at, on whichever lane."""
+"""Stages by field. A field counts the time in which at least one lane works on one of its stages."""

@@ -1,4 +1,4 @@
-"""Every stage of a batch, from prefetch to write-back: one method each, in the order in which a batch meets them."""
+"""Every stage of a batch, from prefetch to write-back: one method each, in the order in which a batch passes them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,8 +32,8 @@ from nestpipe.store import HostStore, Writer
 
 
 class Stages:
-    """The batches under way. Different lanes call different methods, each with a batch whose earlier stages are done;
-    so nothing here needs a lock."""
+    """The batches under way. Different lanes call different methods, each with a batch whose earlier stages are done,
+    so no lock is needed."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Stages:
         self._has_ended = False
         self._has_masked = False
         self.is_masked = torch.zeros((), dtype=torch.bool, device=world.device)
-        """on a device: whether a step was not finite; it and all later ones change no row"""
+        """On a device: True once a step was not finite. That step and all later ones change no row."""
         self.outcomes: dict[int, Outcome] = {}
-        """by step, on a device: what was read back of the steps that were written back"""
+        """On a device: outcomes of the steps that were written back, by step."""
 
     def state(self, number: int) -> BatchState:
         return self._states.setdefault(number, BatchState(number))
@@ -85,8 +85,8 @@ class Stages:
 
     def prefetch(self, op: Op) -> None:
         """Pulls a batch, dedups its keys, and clusters its samples into micro-batches."""
-        # The first `steps` batches are needed. A later one only if some before it did not count as steps, which their
-        # routes say: the schedule has it wait for them.
+        # The first `steps` batches are needed. A later one is needed only if an earlier one did not count as a step,
+        # which is known after route: the schedule makes this prefetch wait for it.
         if self._steps is not None and op.batch >= self._steps and self._num_steps_routed >= self._steps:
             return
         options, batch = self._options, None
@@ -95,12 +95,12 @@ class Stages:
             batch = next(self._batches, None)
             split = options.num_micro_batches, self._exchange.size, options.num_threads, options.clustering
             keys = dedup_batch(self._features, batch, *split)
-        except Exception as error:  # travels in the route's header, so that all ranks hear of it
+        except Exception as error:  # travels in the route's header to all ranks
             keys = error
         self.state(op.batch).requested = Requested(batch, keys)
 
     def upload(self, op: Op) -> None:
-        """Brings what the model is given to its device. What cannot go there is an error of the batch."""
+        """Copies the model's inputs and the row index to the device. If that fails, the batch has an error."""
         requested = self.state(op.batch).requested
         if requested is None or not isinstance(requested.keys, BatchDedup):
             return
@@ -114,7 +114,7 @@ class Stages:
         """Tells owners which keys the batch needs, and plans its exchanges."""
         state = self.state(op.batch)
         if self._has_ended or state.requested is None:
-            return  # on every rank: they have seen the same headers
+            return  # on every rank: all have seen the same headers
         try:
             route = self._exchange.route(state.requested.keys, self._features)
             if route is not None:
@@ -131,7 +131,7 @@ class Stages:
         self._num_steps_routed += state.is_step
 
     def _check_budget(self, number: int, routed: Routed) -> None:
-        """Raises on all ranks if the batch would not fit on one of them. Nothing has been made for its rows yet."""
+        """Raises on all ranks if the batch exceeds the budget of one. Nothing has been allocated for its rows yet."""
         if self._budget is not None:
             is_step = routed.route.is_step
             self._exchange.agree(self._budget.error(number, routed.route, routed.plan) if is_step else None)
@@ -143,12 +143,12 @@ class Stages:
             return
         assert state.routed is not None
         try:
-            owned, overlap = state.routed.route.owned, None
+            dedups, overlap = state.routed.route.owner_dedups, None
             if self._keeps_overlap and before.is_step:
                 assert before.routed is not None
-                overlap = find_overlap(before.routed.route.owned, owned, self._memory)
+                overlap = find_overlap(before.routed.route.owner_dedups, dedups, self._memory)
                 embedding_memory.add(*(slots for shared in overlap for slots in shared.on_device))
-            groups = retrieve_rows(owned, self._store, self._records[op.batch % 2], overlap)
+            groups = retrieve_rows(dedups, self._store, self._records[op.batch % 2], overlap)
             unwritten = before.resident.groups if self._keeps_overlap and before.resident is not None else []
             state.resident = Resident(groups, overlap, room_error(groups, unwritten, self._store))
         except Exception as error:  # no memory, for example
@@ -166,6 +166,7 @@ class Stages:
             state.training = InTraining(opened)
 
     def send_rows(self, op: Op) -> None:
+        """Sends the rows of a micro-batch from owners to requesters."""
         exchange = self._exchange_of(op)
         if exchange is not None:
             exchange.send_rows(op.micro_batch)
@@ -175,13 +176,13 @@ class Stages:
         return None if training is None else training.exchange
 
     def rows(self, state: BatchState, micro_batch: int) -> list[Tensor]:
-        """Entry of the dense part: returns the rows of a micro-batch, by group. Gradients arrive in them."""
+        """Entry of the dense part: returns the rows of a micro-batch, by group. Backward sets their gradients."""
         assert state.training is not None
         assert state.training.exchange is not None
         return state.training.exchange.rows(micro_batch)
 
-    def take_gradients(self, state: BatchState, micro_batch: int, rows: Sequence[Tensor]) -> None:
-        """Exit of the dense part: hands the rows' gradients to the lane that returns them."""
+    def collect_gradients(self, state: BatchState, micro_batch: int, rows: Sequence[Tensor]) -> None:
+        """Exit of the dense part: keeps the rows' gradients for the lane that returns them."""
         assert state.training is not None
         state.training.gradients[micro_batch] = gradients = [group.grad for group in rows]
         embedding_memory.add(*gradients)
@@ -189,24 +190,25 @@ class Stages:
             group.grad = None
 
     def return_gradients(self, op: Op) -> None:
+        """Returns the gradients of a micro-batch from requesters to owners."""
         training, exchange = self.state(op.batch).training, self._exchange_of(op)
         if training is not None and exchange is not None:
             exchange.return_gradients(op.micro_batch, training.gradients.pop(op.micro_batch, []))
 
     def record_outcome(self, state: BatchState, loss: Tensor, non_finite: Tensor) -> None:
-        """Masks, on a device, the updates of rows from the first step on that is not finite."""
+        """Keeps the outcome of a step on the device. From the first step that is not finite, masks updates of rows."""
         assert state.training is not None
         self.is_masked = self.is_masked | non_finite
         state.training.outcome = torch.stack([loss.double(), self.is_masked.double()])
 
     def sum_gradients(self, op: Op) -> None:
-        """Adds up, on the owner, what all requesters returned."""
+        """Sums, on the owner, the gradients that all requesters returned."""
         state, exchange = self.state(op.batch), self._exchange_of(op)
         if state.training is not None and exchange is not None and not state.is_left:
             state.training.sums = exchange.sum_gradients()
 
     def update(self, state: BatchState, number: int, scale: float | Tensor, is_masked: Tensor | None) -> None:
-        """Applies the row optimizer, once to each owned key, even where the gradient is zero."""
+        """Applies the row optimizer once to each owned key, even if its gradient is zero."""
         training, resident = state.training, state.resident
         assert training is not None
         assert resident is not None
@@ -223,7 +225,7 @@ class Stages:
     # ---- after training ----
 
     def overlap_sync(self, op: Op) -> None:
-        """Copies the updated records that the next batch shares to its slots."""
+        """Copies the updated records that the next batch shares to that batch's slots."""
         state, following = self.state(op.batch), self.state(op.batch + 1)
         shared = following.resident.overlap if following.resident is not None else None
         if shared is None or following.error is not None or state.resident is None:
@@ -233,18 +235,18 @@ class Stages:
         following.resident.has_unwritten = True
 
     def write_back(self, op: Op) -> None:
-        """Writes the rows of a batch to the host store, except for what stays for the next batch."""
+        """Writes the rows of a batch to the host store, except those that stay for the next batch."""
         state, following = self.state(op.batch), self.state(op.batch + 1)
         if state.applied is not None and not state.applied.is_written:
             self._write_back(state, state.applied, following)
             state.applied.is_written = True
-        finish(self._world.device)  # nothing that was enqueued for the batch before this one is still to be done
-        self._states.pop(op.batch - 1, None)  # the one before: `retrieve` of the next still looks at this one
+        finish(self._world.device)  # so that no enqueued work still uses the previous batch
+        self._states.pop(op.batch - 1, None)  # not this one: `retrieve` of the next batch still reads it
 
     def _write_back(self, state: BatchState, applied: Applied, following: BatchState) -> None:
         assert state.resident is not None
         self._read_outcome(state, applied)
-        if applied.is_masked:  # it has changed nothing; but the batch before may have left rows to it
+        if applied.is_masked:  # it changed nothing, but may hold rows of the previous batch
             self._write_back_inherited(state)
             if following.resident is not None:
                 following.resident.has_unwritten = False
@@ -255,42 +257,42 @@ class Stages:
         write_back(state.resident.groups, self._writer, applied.step, self._memory, slots)
 
     def _read_outcome(self, state: BatchState, applied: Applied) -> None:
-        """Reads what the device has found out about a step. Waits for it."""
+        """Reads the outcome of a step from the device. Waits for the device."""
         training = state.training
         if training is not None and training.outcome is not None:
             loss, is_masked = download(training.outcome).tolist()
             training.outcome, applied.is_masked = None, is_masked > 0
-            if applied.is_masked and not self._has_masked:  # the batch at fault; those after it are innocent
+            if applied.is_masked and not self._has_masked:  # this batch is at fault, not those after it
                 self._has_masked = state.is_refused = True
             self.outcomes[applied.step] = Outcome(loss, applied.is_masked)
 
     def _write_back_inherited(self, state: BatchState) -> None:
-        """Writes what a batch took over from the one before and has not changed."""
+        """Writes the records that a batch took over from the previous one and has not changed."""
         resident, before = state.resident, self.state(state.number - 1).applied
         if resident is not None and resident.has_unwritten and resident.overlap is not None and before is not None:
-            slots = [shared.here for shared in resident.overlap]
+            slots = [shared.slots for shared in resident.overlap]
             write_back(resident.groups, self._writer, before.step, self._memory, slots)
             resident.has_unwritten = False
 
     # ---- between steps and at the end ----
 
     def release(self, state: BatchState) -> None:
-        """Frees what the exchanges of a batch held."""
+        """Frees the memory of a batch's exchanges."""
         if state.training is not None:
             state.training.exchange, state.training.sums = None, []
 
     def take_error(self, state: BatchState) -> Exception:
-        """Returns the error of a batch, which is raised once."""
+        """Returns the error of a batch, and marks it as raised."""
         assert state.error is not None
         state.is_raised = True
         return state.error
 
     def skip(self, state: BatchState) -> None:
-        """Passes over a batch whose weight is 0."""
+        """Marks a batch whose weight is 0."""
         state.is_skipped = True
 
     def refuse(self, state: BatchState) -> None:
-        """Marks a batch whose training failed: to train it again would fail again."""
+        """Marks a batch whose training failed: training it again would fail again."""
         state.is_refused = True
 
     def leave(self, state: BatchState) -> None:
@@ -298,7 +300,7 @@ class Stages:
         state.is_left = True
 
     def flush(self) -> None:
-        """Writes every row that is only resident to the host store. No host operation may be under way."""
+        """Writes every row that is newer than its copy in the host store. The host lane must be idle."""
         for number in sorted(self._states):
             state = self._states[number]
             if state.applied is None:
@@ -309,6 +311,7 @@ class Stages:
                 state.applied.is_written = True
 
     def is_partially_updated(self) -> bool:
+        """Returns whether an update failed halfway in records that would be written back."""
         training = [state.training for state in self._states.values() if state.training is not None]
         return self._keeps_overlap and any(batch.is_partially_updated for batch in training)
 
@@ -320,19 +323,19 @@ class Stages:
         next_overlap = following.overlap if following is not None and following.has_unwritten else None
         retrieved = written = 0
         for g, rows in enumerate(state.resident.groups):
-            num_kept = len(overlap[g].here) if overlap is not None else 0
+            num_kept = len(overlap[g].slots) if overlap is not None else 0
             retrieved += (len(rows.keys) - num_kept) * rows.group.record_bytes
             if not rows.group.frozen:
-                num_stay = len(next_overlap[g].before) if next_overlap is not None else 0
+                num_stay = len(next_overlap[g].previous_slots) if next_overlap is not None else 0
                 written += (len(rows.keys) - num_stay) * rows.group.record_bytes
         return retrieved, written
 
     def untrained(self) -> list[Batch | Exception]:
-        """Returns what was pulled and not trained, in order: batches, and errors of reading not raised yet."""
-        left: list[Batch | Exception] = []
+        """Returns batches that were pulled but not trained, and errors of reading that were not raised, in order."""
+        items: list[Batch | Exception] = []
         for number in sorted(self._states):
             requested = self._states[number].requested
             if requested is not None and self._states[number].is_untrained:
                 item = requested.keys if isinstance(requested.keys, Exception) else requested.batch
-                left += [item] if item is not None else []
-        return left
+                items += [item] if item is not None else []
+        return items

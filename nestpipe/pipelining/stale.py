@@ -1,6 +1,6 @@
-"""Stale rows, for experiments: the model is shown shared rows as they were before the last update.
+"""Stale rows, for experiments: the model sees shared rows as they were before the last update.
 
-An asynchronous system does this to hide the same waits. The result is wrong on purpose.
+Asynchronous systems hide the same waits in this way. The result is wrong on purpose.
 """
 
 from torch import Tensor
@@ -24,6 +24,6 @@ class StaleStages(Stages):
         if following is None or not following.has_unwritten or following.overlap is None:
             return
         for rows, before, shared in zip(following.groups, self._rows_before, following.overlap, strict=True):
-            slots_before, slots = shared.on_device
+            previous_slots, slots = shared.on_device
             rows.shown = rows.rows.clone()
-            rows.shown.index_copy_(0, slots, before.index_select(0, slots_before))
+            rows.shown.index_copy_(0, slots, before.index_select(0, previous_slots))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.generators import seed_generators
+from nestpipe.device.numerics import squared_norm
 from nestpipe.embedding.exchange import BatchExchange
 from nestpipe.embedding.features import Embeddings
 from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import Agreement, Ballot, begin_commit
-from nestpipe.pipelining.finite import squared_norm
 
 if TYPE_CHECKING:
     from nestpipe.pipelining.pipeline import Pipeline
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model sees: rows as embeddings, and the other inputs."""
+    """Input of the model: embeddings, and the batch's other inputs."""
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
     rows: list[Tensor]
-    """by table group: the distinct rows, in which the gradient arrives"""
+    """Distinct rows by table group; backward sets their gradients."""
     num_samples: int
     is_last: bool
-    """the last of this rank's step"""
+    """True for the last micro-batch of this rank in the step."""
 
 
 class Step:
-    """One step: iterate over its micro-batches, then call update_rows. Empty micro-batches are passed over."""
+    """One step: iterate over its micro-batches, then call update_rows. Empty micro-batches are skipped."""
 
     def __init__(self, number: int, state: BatchState, pipeline: "Pipeline") -> None:
         assert state.routed is not None
@@ -42,10 +42,10 @@ class Step:
         self.num_samples = state.routed.route.num_samples
         self.trace = pipeline.trace
         self.is_committed = False
-        """whether all ranks have agreed that the step counts"""
+        """True once all ranks have agreed that the step counts."""
         self.is_applied = False
         self.state = state
-        """what is known of its batch; read only"""
+        """State of its batch; read only."""
         self._batch = state.routed.route.batch
         self._pipeline = pipeline
         self._num_done = 0
@@ -55,14 +55,14 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """Weight of the global batch, for a model with one loss."""
+        """Returns the weight of the global batch, for a model with one loss."""
         if set(self.weights) - {""}:
             raise ValueError(f"this step has several weights, {sorted(self.weights)}; use step.weights[name]")
         return self.weights.get("", 0.0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._is_begun:
-            raise RuntimeError(f"step {self.number}: its micro-batches can be gone through once only")
+            raise RuntimeError(f"step {self.number}: its micro-batches can be iterated over only once")
         self._is_begun = True
         executor, num_samples = self._pipeline.executor, self._batch.num_samples
         trained = [i for i, num in enumerate(num_samples) if num > 0]
@@ -72,7 +72,7 @@ class Step:
                 rows = self._pipeline.stages.rows(self.state, i)
                 if num > 0:
                     yield self._micro_batch(i, rows, is_last=i == trained[-1])
-                self._pipeline.stages.take_gradients(self.state, i, rows)
+                self._pipeline.stages.collect_gradients(self.state, i, rows)
                 self._handed_over += map(weakref.ref, rows)
                 del rows
             self._num_done += 1
@@ -87,18 +87,19 @@ class Step:
         return MicroBatch(embeddings, batch.inputs[number], rows, batch.num_samples[number], is_last)
 
     def commit(self, loss: Tensor | None = None) -> None:
-        """Has all ranks agree whether the step counts. Call it once, after the last backward and before the dense
-        optimizer's step; DenseReducer.finish does. Sums `loss` over ranks, in place.
+        """Makes all ranks agree whether the step counts. Call it once, after the last backward and before the dense
+        optimizer's step; DenseReducer.finish does so. Sums `loss` over ranks, in place.
 
-        Raises on every rank when on any of them the step must not be applied: NonFiniteError when the loss or a
-        gradient of the step's rows is not finite; a table's error when it has no room.
+        Raises on every rank if the step must not be applied on any of them: NonFiniteError if the loss or a gradient of
+        the step's rows is not finite, ValueError if a table has no room (RankError on the other
+        ranks).
         """
-        no = torch.zeros((), dtype=torch.bool, device=self._pipeline.world.device)
-        self.finish_commit(self.begin_commit(loss, no), no, loss)
+        false = torch.zeros((), dtype=torch.bool, device=self._pipeline.world.device)
+        self.finish_commit(self.begin_commit(loss, false), false, loss)
 
     def begin_commit(self, loss: Tensor | None, non_finite: Tensor, extra: Tensor | None = None) -> Agreement:
-        """For a reducer: begins the agreement. `non_finite`: whether it found something that is not finite; `extra`:
-        numbers to be summed over ranks on the way."""
+        """Begins the agreement, for a reducer. non_finite: True if the reducer found a value that is not finite. extra:
+        more numbers to sum over ranks."""
         if self.is_committed:
             raise RuntimeError(f"step {self.number}: commit was called twice")
         self.check_complete()
@@ -106,13 +107,13 @@ class Step:
         state, world = self.state, self._pipeline.world
         assert state.resident is not None
         part = loss.detach() if loss is not None else torch.zeros((), dtype=torch.float64, device=world.device)
-        bad = non_finite | (self._exchange.exceeds[0] != 0) | ~part.isfinite()
-        more = extra if extra is not None else torch.empty(0, dtype=torch.float64)
+        any_non_finite = non_finite | (self._exchange.exceeds[0] != 0) | ~part.isfinite()
+        numbers = extra if extra is not None else torch.empty(0, dtype=torch.float64)
         with self.trace.span("commit"):
-            return begin_commit(world, Ballot(self.number, bad, part, state.resident.problem, more))
+            return begin_commit(world, Ballot(self.number, any_non_finite, part, state.resident.problem, numbers))
 
     def finish_commit(self, agreement: Agreement, any_non_finite: Tensor, loss: Tensor | None = None) -> Tensor:
-        """For a reducer: ends the agreement, or raises; returns the summed `extra`."""
+        """Ends the agreement, for a reducer. Returns the summed `extra`; raises if the step does not count."""
         with self.trace.span("commit"):
             total, extra, non_finite = agreement.finish(any_non_finite)
         if self._pipeline.world.runs_ahead:
@@ -124,7 +125,7 @@ class Step:
         return extra
 
     def update_rows(self, gradient_scale: float | Tensor = 1.0) -> None:
-        """Applies the row optimizer; write-back follows. Call it once, after the dense optimizer's step."""
+        """Applies the row optimizer. Call it once, after the dense optimizer's step."""
         if self.is_applied:
             raise RuntimeError(f"step {self.number}: update_rows was called twice")
         if not self.is_committed:
@@ -145,7 +146,7 @@ class Step:
         self._count_bytes()
 
     def check_complete(self) -> None:
-        """Refuses to apply a step of which some micro-batches were not trained."""
+        """Raises if some micro-batches of the step were not trained."""
         num_micro_batches = self._batch.num_micro_batches
         if self._num_done < num_micro_batches:
             raise RuntimeError(
@@ -163,7 +164,7 @@ class Step:
         """Returns the gradients of the rows this rank owns and trains, by table group, over the global batch. Call it
         between commit and update_rows."""
         if not self.is_committed:
-            raise RuntimeError(f"step {self.number}: call commit before its gradients are asked for")
+            raise RuntimeError(f"step {self.number}: call commit before gradients")
         assert self.state.training is not None
         if not self.state.training.sums:
             self._pipeline.executor.play_through("sum_gradients")

@@ -1,4 +1,4 @@
-"""Where the time of steps went: the last steps one by one, older ones added up."""
+"""Times of steps: the last steps one by one, older ones added up."""
 
 from dataclasses import dataclass, field
 
@@ -13,37 +13,37 @@ BYTE_FIELDS = (
 )
 
 KEPT_STEPS = 1000
-"""steps that a StepLog keeps one by one"""
+"""Steps that a StepLog keeps one by one."""
 
 MOST_BLOCKS = 200
-"""blocks in which it keeps the totals of older steps; an even number, so that they can be merged in pairs"""
+"""Blocks in which it keeps the totals of older steps; an even number, so that they can be merged in pairs."""
 
 FIRST_BLOCK_STEPS = 10
 
 
 @dataclass
 class StepTimes:
-    """One step of this rank: from asking for its batch to asking for the next one."""
+    """One step of this rank, from the request for its batch to the request for the next one."""
 
     number: int
     num_samples: int = 0
-    """of the global batch"""
+    """Samples of the global batch."""
     step_ms: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    """milliseconds of each stage on the compute lane, waiting included; they add up to step_ms"""
+    """Milliseconds of each stage on the compute lane, waiting included; they add up to step_ms."""
     busy: dict[str, float] = field(default_factory=dict)
-    """BUSY: milliseconds that other lanes worked meanwhile; what the compute lane does itself has none"""
+    """Milliseconds that other lanes worked, by field of BUSY. Work of the compute lane is not in it."""
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BYTE_FIELDS, 0))
-    """BYTE_FIELDS; exchanged bytes are those to other ranks"""
+    """Bytes by field of BYTE_FIELDS. Exchanged bytes are those sent to other ranks."""
 
     def busy_ms(self, name: str) -> float:
-        """Milliseconds of work that a field of BUSY counts, on the lane that does it."""
+        """Returns the milliseconds of work that a field of BUSY counts, on the lane that does it."""
         return self.busy[name] if name in self.busy else sum(self.stages[stage] for stage in BUSY[name])
 
 
 @dataclass
 class StepTotals:
-    """The sums over some steps."""
+    """Sums over several steps."""
 
     num_steps: int = 0
     sums: StepTimes = field(default_factory=lambda: StepTimes(-1, busy=dict.fromkeys(BUSY, 0.0)))
@@ -71,7 +71,7 @@ class StepLog(list[StepTimes]):
     def __init__(self) -> None:
         super().__init__()
         self.older: list[StepTotals] = []
-        """the totals of the steps that are no longer kept, in order"""
+        """Totals of the steps that are no longer kept, in order."""
         self._block_steps = FIRST_BLOCK_STEPS
 
     def append(self, step: StepTimes) -> None:

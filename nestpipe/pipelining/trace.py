@@ -1,13 +1,13 @@
-"""Where the time goes: spans of named stages on every lane, and what no span of the compute lane covers.
+"""Trace: spans of named stages on every lane, and the time that no span of the compute lane covers.
 
-On a CPU times are those of the host's clock, around the work.
+On a CPU, spans are measured with the host's clock.
 
-On an accelerator times are those of streams: each change of stage is an event in the lane's stream, and how long a
-stage took is known when the device has got there. A span of the compute lane lasts from when its stream reaches the
-first kernel of the stage until it has done the last one, whenever the host enqueued them. So does a span of another
-lane; what its thread does on the host meanwhile is part of it. One event at the beginning, whose time both clocks know,
-brings the times of events to the host's clock: in a trace that lasts for minutes, spans may be off by the drift of the
-two clocks, some microseconds for each second. BUSY alone is measured by the host's clock.
+On an accelerator, spans are measured in streams: each change of stage records an event in the lane's stream, and the
+duration of a stage is known when the device has reached the event. A span lasts from when the stream reaches the first
+kernel of the stage until it has finished the last one, whenever the host enqueued them. A span of another lane includes
+the work of its thread on the host. One event at the beginning, whose time both clocks know, converts event times to the
+host's clock. In a trace of minutes, spans may be off by the drift of the two clocks, some microseconds per second. Only
+BUSY is measured with the host's clock.
 """
 
 import time
@@ -27,7 +27,7 @@ from nestpipe.pipelining.step_times import StepLog, StepTimes
 
 
 class _Busy:
-    """How long at least one of several lanes has worked: two at the same time take no longer than one."""
+    """Time in which at least one of several lanes has worked."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _StreamSpan:
-    """A span whose times only the device knows yet."""
+    """A span whose times only the device knows so far."""
 
     lane: str
     stage: str
@@ -74,7 +74,7 @@ class _StreamClock:
     """Turns events of a device's streams into times of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        """Waits for the calling thread's stream: an event in an idle stream happens when the host records it."""
+        """Waits for the calling thread's stream: in an idle stream an event happens when the host records it."""
         torch.accelerator.current_stream(device).synchronize()
         tries = []
         for _ in range(NUM_TRIES):
@@ -87,24 +87,24 @@ class _StreamClock:
 
     def span(self, span: _StreamSpan) -> Span:
         begin_ns = self._zero_ns + round(self._zero.elapsed_time(span.begin) * 1e6)
-        # Not from zero, too: torch gives times in single precision, which gets coarse.
+        # Relative to the begin, not to zero: torch returns times in single precision, which is coarse for long times.
         end_ns = begin_ns + round(span.begin.elapsed_time(span.end) * 1e6)
         return Span(span.lane, span.stage, span.batch, span.micro_batch, begin_ns, end_ns)
 
 
 NUM_TRIES = 5
-"""the first event of a process takes longer than later ones"""
+"""Number of tries: the first event of a process takes longer than later ones."""
 
 
 def _record(device: torch.device) -> torch.Event:
-    """An event after all that this thread's stream has been given so far."""
+    """Returns an event behind all work that this thread has enqueued."""
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 class Trace:
-    """The stage the compute lane is in. A span inside another interrupts it, so that no time counts twice."""
+    """Measures stages. On the compute lane a nested span interrupts the outer one, so that no time counts twice."""
 
     def __init__(
         self,
@@ -114,38 +114,38 @@ class Trace:
         device: torch.device | None = None,
         traced_batches: range | None = None,
     ) -> None:
-        """traced_batches: those whose spans are kept; None keeps all, which takes memory without end."""
+        """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit."""
         self.steps = steps if steps is not None else StepLog()
-        """those that were applied"""
+        """Steps that were applied."""
         self.spans = spans
-        """of all lanes, if a list was given to put them in"""
+        """Spans of all lanes; None if they are not kept."""
         self._traced_batches = traced_batches
         self.current = StepTimes(-1)
-        """the step under way, or the time between two runs"""
+        """The step under way, or the time between two runs."""
         self._first_batch = first_batch
         self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
         self._since = time.perf_counter_ns()
         self._device = with_streams(device)
         self._moments: list[tuple[str, torch.Event]] = []
-        """of the step under way, on a device: the end of each stage, after the end of what was before the step"""
+        """On a device: end of each stage of the step under way, after the end of the previous step."""
         self._unsettled: deque[tuple[StepTimes, list[tuple[str, torch.Event]]]] = deque()
         self._stream_spans: deque[_StreamSpan] = deque()
-        """on a device: those of which it is not known yet when they were; lanes add to them"""
+        """On a device: spans whose times are not known yet. Lanes add to them."""
         is_traced = self._device is not None and spans is not None
         self._clock = _StreamClock(self._device) if is_traced and self._device is not None else None
         self._busy: dict[str, _Busy] = {name: _Busy() for name in BUSY}
         self._busy_before = dict.fromkeys(BUSY, 0)
 
     def begin_batch(self, number: int) -> None:
-        """Everything from here on belongs to the next batch, and to this step if it becomes one."""
+        """Begins the next batch, which becomes step `number` if it counts."""
         self._switch("", -1)
         self._batch += 1
         self._moments = self._moments[-1:]
         self.current = StepTimes(number)
 
     def end_step(self, num_samples: int) -> None:
-        """The step was applied: it counts."""
+        """Ends a step that was applied."""
         self._switch("", -1)
         before, self._busy_before = self._busy_before, {name: busy.total_ns for name, busy in self._busy.items()}
         self.current.busy = {name: (ns - before[name]) / 1e6 for name, ns in self._busy_before.items() if ns > 0}
@@ -159,7 +159,7 @@ class Trace:
         self.current = StepTimes(-1)
 
     def settle(self, waits: bool = True) -> None:
-        """On a device: fills in the times of the steps that it has done; or waits for it, and of all."""
+        """Fills in the times of steps that the device has finished. waits: waits for the device, and fills in all."""
         while self._unsettled and (waits or self._unsettled[0][1][-1][1].query()):
             step, moments = self._unsettled.popleft()
             moments[-1][1].synchronize()
@@ -175,7 +175,7 @@ class Trace:
 
     @contextmanager
     def span(self, stage: str, micro_batch: int = -1) -> Iterator[None]:
-        """On the compute lane: work at a stage, or waiting for it."""
+        """Measures work on a stage on the compute lane, or a wait for it."""
         outer = self._switch(stage, micro_batch)
         try:
             yield
@@ -183,16 +183,16 @@ class Trace:
             self._switch(*outer)
 
     def host_span(self, stage: str) -> AbstractContextManager[None]:
-        """The same of work by this thread alone: on an accelerator its stream has something else to do meanwhile."""
+        """Measures work of this thread on the host; nothing on an accelerator, where the stream is busy meanwhile."""
         return self.span(stage) if self._device is None else nullcontext()
 
     def enter(self, stage: str) -> None:
-        """From here to the next span or `enter`: for stages that end in another function than they began in."""
+        """Begins a stage that lasts until the next span or `enter`, which may be in another function."""
         self._switch(stage, -1)
 
     @contextmanager
     def lane_span(self, op: Op) -> Iterator[None]:
-        """On another lane, in its thread."""
+        """Measures an operation on another lane, in that lane's thread."""
         busy = self._busy.get(STAGES[op.stage].busy_field or "")
         batch = self._first_batch + op.batch
         event = _record(self._device) if self._device is not None and self._is_traced(batch) else None
@@ -229,14 +229,14 @@ class Trace:
         return outer
 
     def _end_on_host(self, now: int) -> None:
-        """Ends the stage that the compute lane is in."""
+        """Ends the current stage of the compute lane."""
         self.current.stages[self._stage] += (now - self._since) / 1e6
         if self.spans is not None and self._stage and self._is_traced(self._batch):
             self.spans.append(Span(COMPUTE, self._stage, self._batch, self._micro_batch, self._since, now))
 
     def _end_on_device(self, device: torch.device) -> None:
         moment = _record(device)
-        if self._stage and self._is_traced(self._batch):  # a stage has begun, so there is a moment before this one
+        if self._stage and self._is_traced(self._batch):  # a stage has begun, so _moments has an entry
             begin = self._moments[-1][1]
             self._stream_spans.append(_StreamSpan(COMPUTE, self._stage, self._batch, self._micro_batch, begin, moment))
         self._moments.append((self._stage, moment))

@@ -1,4 +1,4 @@
-"""How many cores this process may use, which is the default number of threads."""
+"""The number of cores that this process may use: the default number of threads."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def usable_cores(proc_cgroup: Path = PROC_CGROUP, cgroup_root: Path = CGROUP_ROOT) -> int:
-    """Returns the cores in this process's affinity, or its CPU quota, rounded up, if that is less.
+    """Returns the number of cores in this process's affinity, or its CPU quota, rounded up, if that is less.
 
-    os.cpu_count() counts the machine's cores, also those that a container or a scheduler withholds.
+    os.cpu_count() counts all cores of the machine, including those that a container or a scheduler withholds.
     """
     return min([len(os.sched_getaffinity(0)), *_quotas(proc_cgroup, cgroup_root)])
 
@@ -53,7 +53,7 @@ def _read_quota(folder: Path) -> tuple[int, int]:
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             words = " ".join((folder / name).read_text() for name in names).split()
-        except OSError:  # not of this version, or not mounted here
+        except OSError:  # another version of control groups, or not mounted
             continue
         quota, period = words
         return (0, 0) if quota in ("max", "-1") else (int(quota), int(period))

@@ -1,4 +1,4 @@
-"""The oracle of the host store: the same interface in plain Python, as simple as it can be, and slow."""
+"""The oracle of the host store: the same interface in plain Python, simple and slow."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nestpipe.store.writer import WriteAccess, Writer
 class _Table:
     spec: TableSpec
     rows: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    """key -> (record, step)"""
+    """Record and step by key."""
 
 
 class DictStore:
@@ -98,9 +98,9 @@ class DictStore:
         self._check_same_records(tables)
         check.check_records_at(self.spec(tables[0]), out, "out", places, num_keys)
         found = check.check_found(found, num_keys)
-        at = _places(places, num_keys, len(out))
+        places = _places(places, num_keys, len(out))
         for table, stretch in self._stretches(tables, offsets, num_keys):
-            found[stretch] = self.gather_into(table, keys[stretch], out, at[stretch])
+            found[stretch] = self.gather_into(table, keys[stretch], out, places[stretch])
         return found
 
     def scatter_tables(
@@ -116,12 +116,12 @@ class DictStore:
         self._check_same_records(tables)
         check.check_records_at(self.spec(tables[0]), records, "records", places, num_keys)
         check.check_step(step)
-        at = _places(places, num_keys, len(records))
+        places = _places(places, num_keys, len(records))
         stretches = self._stretches(tables, offsets, num_keys)
         before = {table: dict(self._table(table).rows) for table in tables}
         try:
             for table, stretch in stretches:
-                self._scatter_from(table, keys[stretch], records, at[stretch], step)
+                self._scatter_from(table, keys[stretch], records, places[stretch], step)
         except TableFullError:
             for table, rows in before.items():
                 self._table(table).rows = rows
@@ -148,11 +148,11 @@ class DictStore:
         return sum(rows.pop(key, None) is not None for key in keys.tolist())
 
     def count(self, table: str, first_bucket: int, end_bucket: int) -> int:
-        return len(self._keys_of(table, first_bucket, end_bucket))
+        return len(self._keys_in(table, first_bucket, end_bucket))
 
     def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece:
         spec, rows = self.spec(table), self._table(table).rows
-        keys = self._keys_of(table, first_bucket, end_bucket)
+        keys = self._keys_in(table, first_bucket, end_bucket)
         records = [rows[key][0] for key in keys]
         return Piece(
             torch.tensor(keys, dtype=torch.int64),
@@ -167,7 +167,7 @@ class DictStore:
         for key, step in zip(piece.keys.tolist(), piece.steps.tolist(), strict=True):
             if not first_bucket <= bucket_of(key, table) < end_bucket:
                 raise ValueError(
-                    f"key {key} is of bucket {bucket_of(key, table)}, outside [{first_bucket}, {end_bucket})"
+                    f"key {key} is in bucket {bucket_of(key, table)}, outside [{first_bucket}, {end_bucket})"
                 )
             if step < 0:
                 raise ValueError(f"step {step} of key {key} is negative")
@@ -181,7 +181,7 @@ class DictStore:
         return total % 2**256
 
     def memory(self, table: str) -> MemoryReport:
-        """Counts rows and row state; what Python's objects cost beyond them is nobody's concern."""
+        """Counts rows, row state, keys and steps; ignores the overhead of Python's objects."""
         size, record_bytes = self.size(table), self.spec(table).record_bytes
         payload = size * record_bytes
         return MemoryReport(size, record_bytes, payload, 8 * size, 8 * size, 0, payload + 16 * size)
@@ -199,7 +199,7 @@ class DictStore:
                 raise ValueError(f"tables of one call need records of one size: {first.name!r} and {spec.name!r}")
 
     def _stretches(self, tables: Sequence[str], offsets: Tensor, num_keys: int) -> list[tuple[str, slice]]:
-        """The tables and the keys of each."""
+        """Returns each table with the slice of its keys."""
         check.check_offsets("offsets", offsets, len(tables))
         for table in tables:
             self._table(table)
@@ -210,7 +210,7 @@ class DictStore:
             raise ValueError(f"offsets do not rise from 0 to the number of keys, {num_keys}")
         return [(table, slice(*bounds[t : t + 2])) for t, table in enumerate(tables)]
 
-    def _keys_of(self, table: str, first_bucket: int, end_bucket: int) -> list[int]:
+    def _keys_in(self, table: str, first_bucket: int, end_bucket: int) -> list[int]:
         check.check_buckets(first_bucket, end_bucket)
         keys = [key for key in self._table(table).rows if first_bucket <= bucket_of(key, table) < end_bucket]
         return sorted(keys, key=lambda key: hash_key(key, table))
@@ -224,6 +224,7 @@ class DictStore:
 
 
 def _places(places: Tensor | None, num_keys: int, num_records: int) -> Tensor:
+    """Returns the checked places; 0, 1, 2, ... if none are given."""
     for place in [] if places is None else places.tolist():
         if not 0 <= place < num_records:
             raise ValueError(f"place {place} is outside of an array of {num_records}")
@@ -237,13 +238,13 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(numbers), dtype=torch.int64), torch.tensor(inverse, dtype=torch.int64)
 
 
-def match_tables(before: Tensor, before_offsets: Tensor, here: Tensor, here_offsets: Tensor) -> Tensor:
+def match_tables(before: Tensor, before_offsets: Tensor, keys: Tensor, key_offsets: Tensor) -> Tensor:
     """The oracle of key_ops.match_tables."""
-    before_starts, here_starts, places = before_offsets.tolist(), here_offsets.tolist(), []
-    for t in range(len(here_starts) - 1):
+    before_starts, key_starts, places = before_offsets.tolist(), key_offsets.tolist(), []
+    for t in range(len(key_starts) - 1):
         known = before[before_starts[t] : before_starts[t + 1]].tolist()
         numbers = {key: before_starts[t] + number for number, key in enumerate(known)}
-        places += [numbers.get(key, -1) for key in here[here_starts[t] : here_starts[t + 1]].tolist()]
+        places += [numbers.get(key, -1) for key in keys[key_starts[t] : key_starts[t + 1]].tolist()]
     return torch.tensor(places, dtype=torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""The host store: tables in this machine's memory, by the native library."""
+"""The host store: tables in host memory, implemented by the native library."""
 
 import ctypes
 import weakref
@@ -16,17 +16,19 @@ from nestpipe.store.writer import WriteAccess, Writer
 
 
 class _Group(NamedTuple):
-    """Tables that are named together, call after call."""
+    """Tables that the same calls name together."""
 
     numbers: Tensor
-    """[n] int32, as the library knows them"""
+    """[n] int32: the native library's table numbers."""
     first: TableSpec | None
+    """Spec of the first table; None if the group is empty."""
 
 
 class HostStore:
-    """Tables in host memory. Safe to call from several threads: reads of a table run side by side, writes alone.
+    """Tables in host memory. Safe to call from several threads: reads of a table run
+    concurrently, writes exclusively.
 
-    `num_threads` is how many threads a bulk call may use. Results do not depend on it.
+    num_threads: threads that a bulk call may use. Results do not depend on it.
     """
 
     def __init__(self, num_threads: int = 1) -> None:
@@ -34,7 +36,7 @@ class HostStore:
         self._store = c_void_p()
         call("store_create", byref(self._store))
         finalizer = weakref.finalize(self, call, "store_destroy", self._store)
-        finalizer.atexit = False  # at exit a daemon thread may still be in a call; the process's end frees all
+        finalizer.atexit = False  # at exit a daemon thread may still be in a call; the system frees the memory
         self._tables: dict[str, tuple[int, TableSpec]] = {}
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._access = WriteAccess()
@@ -254,21 +256,21 @@ class HostStore:
     def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece:
         while True:
             count = self.count(table, first_bucket, end_bucket)
-            try:  # with room for what other threads insert meanwhile
+            try:  # leaves room for what other threads insert meanwhile
                 return self._export(table, first_bucket, end_bucket, count + count // 8 + 1024)
             except TableChangedError:
                 continue
 
-    def _export(self, table: str, first_bucket: int, end_bucket: int, num_rooms: int) -> Piece:
+    def _export(self, table: str, first_bucket: int, end_bucket: int, capacity: int) -> Piece:
         spec, num_rows = self.spec(table), c_int64()
-        keys, steps = torch.empty(num_rooms, dtype=torch.int64), torch.empty(num_rooms, dtype=torch.int64)
-        records = torch.empty(num_rooms, spec.num_columns, dtype=spec.dtype)
+        keys, steps = torch.empty(capacity, dtype=torch.int64), torch.empty(capacity, dtype=torch.int64)
+        records = torch.empty(capacity, spec.num_columns, dtype=spec.dtype)
         call(
             "export",
             *self._handle(table),
             first_bucket,
             end_bucket,
-            num_rooms,
+            capacity,
             pointer(keys),
             pointer(records),
             records.nbytes,
@@ -311,17 +313,17 @@ class HostStore:
         return self._tables[table]
 
     def _group(self, tables: Sequence[str]) -> _Group:
-        """Looks the names up once: with the same ones, a later call costs no operation for each."""
+        """Returns the group of these names. Looks each name up only in the first call with the same names."""
         names = tuple(tables)
         group = self._groups.get(names)
         if group is None:
-            found = [self._table(name) for name in names]
-            numbers = torch.tensor([number for number, _ in found], dtype=torch.int32)
-            group = self._groups[names] = _Group(numbers, found[0][1] if found else None)
+            entries = [self._table(name) for name in names]
+            numbers = torch.tensor([number for number, _ in entries], dtype=torch.int32)
+            group = self._groups[names] = _Group(numbers, entries[0][1] if entries else None)
         return group
 
     def _first(self, tables: Sequence[str]) -> TableSpec:
-        """The first table; the library sees whether the others have records like it."""
+        """Returns the spec of the first table. The native library checks that the others have the same records."""
         check.check_some_tables(tables)
         spec = self._group(tables).first
         assert spec is not None

@@ -1,6 +1,6 @@
 """Distributions of initial rows; the public `nestpipe.init`.
 
-A row's initial value depends on (seed, table name, key) alone: not on when, where or by which rank it is created.
+A row's initial value depends on (seed, table name, key) alone: not on when it is created, nor on which rank.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between `low` and `high`; rounded to the table's dtype, a value may equal one of them."""
+    """Uniform between `low` and `high`. After rounding to the table's dtype, a value may equal either bound."""
 
     low: float
     high: float
@@ -47,7 +47,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal with standard deviation `std` before it is cut at two of them on either side."""
+    """Normal with standard deviation `std`, truncated at two standard deviations on either side."""
 
     std: float
     mean: float = 0.0

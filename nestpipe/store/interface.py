@@ -1,7 +1,7 @@
-"""What a store is: its tables, its bulk calls, and the checks that every implementation makes first.
+"""The interface of a store: its tables, its bulk calls, and the checks that every implementation makes first.
 
 A record is a row followed by its row state. Keys are int64 tensors, records [n, dim + state_width] tensors of the
-table's dtype; all are in host memory and contiguous, but for gaps between rows where a call says so.
+table's dtype. All tensors are in host memory and contiguous; calls that allow gaps between rows say so.
 """
 
 import math
@@ -18,7 +18,7 @@ from nestpipe.store.writer import Writer
 
 NUM_BUCKETS = 65536
 MOST_ROWS = 2**32 - 2
-"""of one table on one rank"""
+"""Most rows of one table on one rank."""
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -34,7 +34,7 @@ class TableSpec:
     dim: int
     state_width: int = 0
     initial_state: tuple[float, ...] = ()
-    """One value for each column of the row state; empty: all zero."""
+    """One value for each column of the row state; empty if all are zero."""
     init: Distribution = field(default_factory=Constant)
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -83,11 +83,11 @@ class TableSpec:
 
 class Gathered(NamedTuple):
     records: Tensor
-    """[n, dim + state_width], or [n, dim] when only rows were asked for."""
+    """[n, dim + state_width], or [n, dim] with rows_only."""
     found: Tensor
-    """[n] bool: whether the key was in the table; where not, the record is its initial one."""
+    """[n] bool: True if the key was in the table; otherwise its record is the initial one."""
     steps: Tensor | None
-    """[n] int64: step that last wrote the record, -1 where not found; None unless asked for."""
+    """[n] int64: step that last wrote the record, -1 if it was not found. None without with_steps."""
 
 
 class Piece(NamedTuple):
@@ -100,7 +100,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one table in the store. What was mapped but never written costs no physical memory."""
+    """Bytes of one table in the store. Memory that was mapped but never written costs no physical memory."""
 
     num_rows: int
     record_bytes: int
@@ -109,15 +109,15 @@ class MemoryReport:
     metadata_bytes: int
     """Step numbers."""
     index_bytes: int
-    """Key to record, the keys themselves included."""
+    """Index from key to record, including the keys."""
     erased_bytes: int
-    """Records that were erased and wait to be used again."""
+    """Erased records, kept for reuse."""
     mapped_bytes: int
-    """Address space: an upper bound of the physical memory."""
+    """Address space: an upper bound on physical memory."""
 
 
 class Store(Protocol):
-    """The interface of the native store and of its oracle. Any call that raises has changed nothing."""
+    """The interface of HostStore and of its oracle, DictStore. A call that raises has changed nothing."""
 
     def create_table(self, spec: TableSpec) -> None: ...
 
@@ -130,20 +130,20 @@ class Store(Protocol):
     def gather(
         self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
     ) -> Gathered:
-        """Copies records. Never inserts: a missing key gets its initial row and state, and `found` False."""
+        """Returns copies of records. Never inserts: a missing key gets its initial row and state, and `found` False."""
 
     def gather_into(
         self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
     ) -> Tensor:
-        """Gathers whole records to rows `places` of `out`, which are distinct; None: to all, in order. Rows of `out`
-        may be further apart than they are long. Returns `found`, in the memory given for it if any."""
+        """Gathers whole records into rows `places` of `out`, which are distinct; None stands for all rows, in order.
+        There may be gaps between rows of `out`. Returns `found`, written to the given tensor if there is one."""
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
-        """Writes records, inserting missing keys. Of a key that occurs twice the last record stays."""
+        """Writes records and inserts missing keys. If a key occurs twice, its last record stays."""
 
     def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        """Writes rows `places` of `records`, one for each key; None: all, in order. They may be further apart than they
-        are long."""
+        """Writes rows `places` of `records`, one for each key; None stands for all rows, in order. There may be gaps
+        between rows of `records`."""
 
     def gather_tables(
         self,
@@ -154,23 +154,23 @@ class Store(Protocol):
         places: Tensor | None,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Gathers as gather_into does, from several tables at one moment. Table tables[t] has keys offsets[t] ..
-        offsets[t + 1] - 1; each occurs once, and their records have the same width and dtype."""
+        """Gathers like gather_into, from several tables at one moment. Table tables[t] has keys offsets[t] ..
+        offsets[t + 1] - 1. Each table occurs once; all have records of the same width and dtype."""
 
     def scatter_tables(
         self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
     ) -> None:
-        """Writes as scatter_from does, to several tables, given as in gather_tables. If one of them has no room,
-        nothing has changed in any."""
+        """Writes like scatter_from, to several tables, given as in gather_tables. If one table is full, none
+        changes."""
 
     def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
-        """Tells which keys are there, [n] bool. The tables may be of any kind, and are given as in gather_tables."""
+        """Returns which keys exist, [n] bool. Tables are given as in gather_tables; their records may differ."""
 
     def sizes(self, tables: Sequence[str]) -> Tensor:
-        """The number of rows of each table, int64."""
+        """Returns the number of rows of each table, int64."""
 
     def open_writer(self) -> Writer:
-        """For an open pipeline: until its writer is closed, scatter, scatter_from, scatter_tables, erase and
+        """Returns the only writer of the store. Until it is closed, scatter, scatter_from, scatter_tables, erase and
         import_piece raise."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
@@ -184,13 +184,13 @@ class Store(Protocol):
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None: ...
 
     def digest_part(self, table: str) -> int:
-        """Sum modulo 2^256 of SHA-256(key, row, row state); parts of several ranks add up."""
+        """Returns the sum modulo 2^256 of SHA-256(key, row, row state). The parts of several ranks add up."""
 
     def memory(self, table: str) -> MemoryReport: ...
 
 
 def check_integer(what: str, value: int, low: int, high: int) -> int:
-    """Native code would cut a number that is too large, silently; a float or a bool is a mistake."""
+    """Refuses floats, bools, and numbers that native code would silently truncate."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{what} must be an integer, got {value!r}")
     if not low <= value <= high:
@@ -203,7 +203,7 @@ def check_name(name: str) -> None:
         raise TypeError(f"a table's name must be a string, got {name!r}")
     if not name or "\0" in name:
         raise ValueError(f"a table's name must not be empty or contain a NUL character, got {name!r}")
-    name.encode()  # a lone surrogate is no text
+    name.encode()  # raises for a lone surrogate
 
 
 def check_threads(num_threads: int) -> int:
@@ -213,7 +213,7 @@ def check_threads(num_threads: int) -> int:
 def check_array(
     what: str, array: Tensor, dtype: torch.dtype, shape: Sequence[int | None], may_have_gaps: bool = False
 ) -> None:
-    """Refuses what native code could not read. None in `shape` stands for any size; gaps are between rows."""
+    """Refuses arrays that native code cannot read. None in `shape` stands for any size; may_have_gaps: between rows."""
     if not isinstance(array, Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, got {type(array).__name__}")
     if array.dtype != dtype:
@@ -232,24 +232,24 @@ def check_array(
 
 
 def _has_whole_rows(array: Tensor) -> bool:
-    """Rows that do not overlap, with the elements of each side by side."""
-    (num_rows, width), (apart, step) = array.shape, array.stride()
-    return (width <= 1 or step == 1) and (num_rows <= 1 or apart >= width)
+    """Returns whether rows are contiguous and do not overlap."""
+    (num_rows, width), (row_stride, column_stride) = array.shape, array.stride()
+    return (width <= 1 or column_stride == 1) and (num_rows <= 1 or row_stride >= width)
 
 
 def check_keys(keys: Tensor) -> int:
-    """Returns how many there are."""
+    """Returns the number of keys."""
     check_array("keys", keys, torch.int64, [None])
     return keys.numel()
 
 
 def check_offsets(what: str, offsets: Tensor, num_tables: int) -> None:
-    """Offsets of the keys of so many tables; native code sees whether they ascend from 0 to the number of keys."""
+    """Checks the shape. Native code checks that offsets ascend from 0 to the number of keys."""
     check_array(what, offsets, torch.int64, [num_tables + 1])
 
 
 def check_some_tables(tables: Sequence[str]) -> None:
-    """Refuses what has no first table, whose records say what the others' look like."""
+    """Refuses an empty sequence, and a string, whose letters would be taken for names."""
     if isinstance(tables, str) or len(tables) == 0:
         raise ValueError(f"tables must be a sequence of at least one name, got {tables!r}")
 
@@ -270,7 +270,7 @@ def check_reserve(spec: TableSpec, num_rows: int) -> None:
 
 
 def check_piece(spec: TableSpec, piece: Piece) -> int:
-    """Returns how many rows it has."""
+    """Returns the number of rows."""
     num_rows = check_keys(piece.keys)
     check_array("records", piece.records, spec.dtype, [num_rows, spec.num_columns])
     check_array("steps", piece.steps, torch.int64, [num_rows])
@@ -278,7 +278,7 @@ def check_piece(spec: TableSpec, piece: Piece) -> int:
 
 
 def check_out(spec: TableSpec, out: Tensor | None, num_keys: int, rows_only: bool) -> Tensor:
-    """The output of a gather: the caller's, or a new one."""
+    """Returns the output of a gather: the caller's, or a new one."""
     shape = [num_keys, spec.dim if rows_only else spec.num_columns]
     if out is None:
         return torch.empty(shape, dtype=spec.dtype)
@@ -289,8 +289,8 @@ def check_out(spec: TableSpec, out: Tensor | None, num_keys: int, rows_only: boo
 
 
 def check_records_at(spec: TableSpec, records: Tensor, what: str, places: Tensor | None, num_keys: int) -> int:
-    """Rows `places` of an array of whole records; native code sees whether it has them. Returns how far apart rows are,
-    in elements."""
+    """Checks an array of whole records; native code checks that it has rows `places`. Returns the distance between
+    rows, in elements."""
     shape = [num_keys if places is None else None, spec.num_columns]
     check_array(what, records, spec.dtype, shape, may_have_gaps=True)
     if records.requires_grad:
@@ -301,7 +301,7 @@ def check_records_at(spec: TableSpec, records: Tensor, what: str, places: Tensor
 
 
 def check_found(found: Tensor | None, num_keys: int) -> Tensor:
-    """The caller's memory, or new one."""
+    """Returns the flags of a gather: the caller's tensor, or a new one."""
     if found is None:
         return torch.empty(num_keys, dtype=torch.bool)
     check_array("found", found, torch.bool, [num_keys])

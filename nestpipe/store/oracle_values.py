@@ -98,7 +98,7 @@ def name_salt(name: str) -> int:
 
 
 def hash_key(key: int, table: str) -> int:
-    """mix64(key, table name)."""
+    """Returns mix64(key, table name)."""
     return mix64((key & _MASK) ^ name_salt(table))
 
 
@@ -160,7 +160,7 @@ def _value(distribution: init.Distribution, bits: int) -> float:
 
 
 def initial_record(spec: TableSpec, key: int) -> list[float]:
-    """Row and row state in double precision; the caller rounds them once, to the table's dtype."""
+    """Returns row and row state in double precision. The caller rounds them once, to the table's dtype."""
     salt = name_salt(spec.name)
     seed = mix64(mix64((spec.seed + _GOLDEN) & _MASK) ^ salt)
     stream = mix64(hash_key(key, spec.name) ^ seed)

@@ -1,4 +1,4 @@
-"""Who may write to a store: anyone, or the one pipeline that is open on it."""
+"""Write access to a store: open to all callers, or held by the one pipeline that is open on the store."""
 
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -36,7 +36,7 @@ class WriteAccess:
     """The writer that a store has open, if any.
 
     An open pipeline holds rows that are newer than those of the store, and rows that it read ahead of their use. A
-    write past it would be overwritten or not be seen, depending on the schedule; so it is refused.
+    write that bypasses it would be overwritten or ignored, depending on the schedule, so it is refused.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,10 @@ class WriteAccess:
             if self._writer is writer:
                 self._writer = None
 
-    def check(self, what: str) -> None:
+    def check(self, method: str) -> None:
         """Refuses a write while a pipeline is open."""
         if self._writer is not None:
             raise RuntimeError(
-                f"{what} was called on a store whose rows are being trained: rows that are on their way would hide "
-                "what it writes, or overwrite it. Call it between two calls of fit, or outside of the pipeline's "
-                "`with` block"
+                f"{method} was called on a store whose rows are being trained: rows in flight would hide or overwrite "
+                "what it writes. Call it between two calls of fit, or outside of the pipeline's `with` block"
             )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nestpipe.device.numerics import all_finite
 from nestpipe.device.streams import Mark, use_here, wait_for
 from nestpipe.distributed.world import World
-from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.pipelining.step import Step
 
 

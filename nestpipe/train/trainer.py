@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.numerics import autocast
+from nestpipe.device.numerics import autocast, squared_norm
 from nestpipe.distributed.world import World
 from nestpipe.embedding.budget import DeviceBytes
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining import light
-from nestpipe.pipelining.finite import squared_norm
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import Pipeline, make_store
 from nestpipe.pipelining.schedule import WINDOWED

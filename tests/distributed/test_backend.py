@@ -1,4 +1,4 @@
-"""Which backend ranks choose, from what all of them have told of their devices."""
+"""The backend that ranks choose from the devices of all of them."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_refusals(wanted: str, places: list[str], text: str) -> None:
         choose_backend(wanted, places)
 
 
-def test_host_memory_is_no_place_for_nccl() -> None:
+def test_nccl_cannot_use_host_memory() -> None:
     assert device_place(torch.device("cpu")) == ""
     with pytest.raises(ValueError, match="needs a CUDA device"):
         World.from_environment(backend="nccl")

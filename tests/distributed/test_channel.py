@@ -1,5 +1,5 @@
-"""What a thread does while its message travels. Fails if Channel.all_to_all calls `meanwhile` after it has waited: rank
-1 sends nothing before rank 0 has been there, so both would wait until they give up."""
+"""Work of a thread while its message travels. Fails if Channel.all_to_all calls `meanwhile` after it has waited: rank 1
+sends nothing before rank 0 has called it, so both would wait until they give up."""
 
 from collections.abc import Callable
 
@@ -32,12 +32,12 @@ def exchanged(world: World, on_lane: bool) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("on_lane", [False, True])
-def test_meanwhile_is_while_it_travels(on_lane: bool) -> None:
+def test_meanwhile_runs_while_the_message_travels(on_lane: bool) -> None:
     assert run_ranks(2, exchanged, on_lane) == [([0, 1], [3])] * 2
 
 
 def failed(world: World, on_lane: bool) -> tuple[str, list[int]]:
-    """An error meanwhile, and then another exchange."""
+    """Raises an error meanwhile, and then exchanges again."""
 
     def fail() -> None:
         raise ValueError("not this way")

@@ -1,6 +1,6 @@
-"""A Trainer or pipeline that is given no world takes the environment's, and says so once.
+"""A Trainer or pipeline without a world uses the environment's, and prints it once.
 
-Fails, for example, if World.given_or_found returns World(), or if from_environment takes the CPU where there is an
+Fails, for example, if World.given_or_found returns World(), or if from_environment takes the CPU although there is an
 accelerator.
 """
 
@@ -36,7 +36,7 @@ world.close()
 
 @pytest.mark.slow
 def test_a_trainer_under_torchrun(tmp_path: Path) -> None:
-    """In version 0.1 each rank trained alone, and every one of them held all the rows."""
+    """In version 0.1 each rank trained alone, and held all the rows."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
@@ -56,12 +56,12 @@ def test_a_trainer_under_torchrun(tmp_path: Path) -> None:
 
 
 def takes_this_world(world: World) -> tuple[bool, bool]:
-    """Whether a pipeline and a Trainer that are given none take it."""
+    """Returns whether a pipeline and a Trainer without a world use this one."""
     batches = share_of(global_batches(1), world)
     return pipeline(features_of(CASE), batches).world is world, make_trainer(None, CASE).world is world
 
 
-def test_the_world_that_is_there_is_taken() -> None:
+def test_the_existing_world_is_used() -> None:
     assert on_ranks(2, takes_this_world) == [(True, True)] * 2
 
 

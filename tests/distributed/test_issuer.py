@@ -1,9 +1,9 @@
-"""One thread issues all collectives of rows and dense gradients, in the same order on every rank; forced here, where
-gloo does not need it, with a group for device memory that is in truth of host memory.
+"""One thread issues all collectives of rows and dense gradients, in the same order on every rank. gloo does not need
+it; here it is forced, with host memory in place of device memory.
 
-Fails if Executor._lane gives stages that exchange rows threads of their own: slow send_rows are then overtaken by
-return_gradients. Fails if
-DenseReducer.overlap begins buckets in the last backward: a rank without samples in the last micro-batches is early.
+Fails if Executor._lane gives stages that exchange rows their own threads: return_gradients then overtakes a slow
+send_rows. Fails if DenseReducer.overlap begins buckets in the last backward: a rank without samples in the last
+micro-batches is then early.
 """
 
 import threading
@@ -29,12 +29,12 @@ def with_issuer(world: World) -> World:
 
 
 def train_streams(world: World, schedules: list[str]) -> list[list[str]]:
-    """For each stream the digests of serial with a thread for each channel, then of schedules with one issuer."""
+    """Returns, for each stream, the digests of serial with a thread per channel and of schedules with an issuer."""
     digests, issuing = [], with_issuer(world)
     for number, stream in enumerate(STREAMS if len(schedules) > 1 else SOME):
         case = Case("adam", "shared", (2, 5)[number % 2], window=("once", "resend")[number % 2])
         runs = [(world, case), *((issuing, replace(case, schedule=schedule)) for schedule in schedules)]
-        digests.append([train_stream(of, stream, run)[0] for of, run in runs])
+        digests.append([train_stream(run_world, stream, run)[0] for run_world, run in runs])
     return digests
 
 
@@ -43,12 +43,12 @@ def test_same_digests(schedules: list[str]) -> None:
     first, *others = run_ranks(3, train_streams, schedules)
     assert len(first) >= len(SOME)
     assert all(other == first for other in others)
-    assert [len(set(of_stream)) for of_stream in first] == [1] * len(first)
+    assert [len(set(digests)) for digests in first] == [1] * len(first)
 
 
 def issued(world: World, schedule: str) -> list[tuple[str, str]]:
-    """Thread and channel of each collective that goes through the issuer, in order. Rank 0 has samples in the first
-    two micro-batches only, rank 1 none, rank 2 in all; send_rows takes longer on rank 2."""
+    """Returns thread and channel of each collective that the issuer issues, in order. Rank 0 has samples only in the
+    first two micro-batches, rank 1 has none, rank 2 has samples in all; send_rows takes longer on rank 2."""
     order: list[tuple[str, str]] = []
     guarded, send_rows = Channel._guarded, DistributedBatch.send_rows
 
@@ -88,6 +88,6 @@ def clip_both_ways(world: World) -> tuple[str, str]:
 
 
 def test_a_sum_that_the_caller_waits_for() -> None:
-    """Clipping adds up a norm on the compute lane."""
+    """Clipping sums a norm on the compute lane."""
     (first, second), others = run_ranks(2, clip_both_ways)
     assert first == second == others[0] == others[1]

@@ -1,4 +1,4 @@
-"""What the monitors of many ranks ask of their store, and what they conclude; here the store is a dictionary."""
+"""The requests of many ranks' monitors to their store, and their conclusions. The store is a dictionary here."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ NUM_RANKS = 64
 
 
 class CountingStore:
-    """Counts requests by rank; holds them back while `answers` is cleared, or for ever if the rank is in `lost`."""
+    """Counts requests by rank. Delays them while `answers` is cleared, or while the rank is in `lost`."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -23,7 +23,7 @@ class CountingStore:
         self.lost: set[int] = set()
         self._lock = Lock()
 
-    def of_rank(self, rank: int) -> "RankStore":
+    def for_rank(self, rank: int) -> "RankStore":
         return RankStore(self, rank)
 
 
@@ -64,7 +64,7 @@ class RankStore:
 
 def start(store: CountingStore, num_ranks: int, timeout_seconds: float, stall_seconds: float = 600.0) -> list[Monitor]:
     monitors = [
-        Monitor(rank, num_ranks, store.of_rank(rank), Activity(), timeout_seconds, stall_seconds)
+        Monitor(rank, num_ranks, store.for_rank(rank), Activity(), timeout_seconds, stall_seconds)
         for rank in range(num_ranks)
     ]
     until(lambda: all(monitor.is_complete for monitor in monitors))
@@ -72,9 +72,9 @@ def start(store: CountingStore, num_ranks: int, timeout_seconds: float, stall_se
 
 
 def until(condition, seconds: float = 20.0) -> None:
-    ends = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -85,9 +85,9 @@ def stop(monitors: list[Monitor]) -> None:
 
 
 def test_one_request_a_second_and_rank() -> None:
-    """Fails if Monitor._tick also reads when it writes. On 0.1 each waiting rank asks for the keys of all others."""
+    """Fails if Monitor._tick also reads when it writes."""
     store = CountingStore()
-    monitors = start(store, NUM_RANKS, timeout_seconds=5.0)  # not the default: for more ticks in less time
+    monitors = start(store, NUM_RANKS, timeout_seconds=5.0)  # shorter than the default, for more ticks in less time
     store.num_requests.clear()
     started = time.monotonic()
     time.sleep(3)
@@ -102,7 +102,7 @@ def test_one_request_a_second_and_rank() -> None:
 
 
 def test_a_whole_host_that_goes_silent() -> None:
-    """Ranks that watch each other are lost together. Fails if Monitor._judge_silence names the next rank only."""
+    """Ranks that watch each other are lost together. Fails if Monitor._check_silence publishes only the next rank."""
     store = CountingStore()
     monitors = start(store, 6, timeout_seconds=2.0)
     store.lost = {2, 3, 4}
@@ -114,8 +114,8 @@ def test_a_whole_host_that_goes_silent() -> None:
 
 
 def test_a_store_that_does_not_answer_for_a_while() -> None:
-    """Whoever asks is told in time; and nothing is concluded of ranks, which could not write either. Fails if
-    Monitor.ask does not look at the clock."""
+    """A request fails in time, and no rank is given up, since none could write either. Fails if Monitor.ask has no
+    limit."""
     store = CountingStore()
     monitors = start(store, 3, timeout_seconds=1.0)
     store.answers.clear()

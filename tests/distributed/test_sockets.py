@@ -1,4 +1,4 @@
-"""How many sockets a rank has, and what happens when it may not have as many."""
+"""The number of sockets of a rank, and the error if it exceeds the limit."""
 
 import os
 import resource
@@ -17,18 +17,18 @@ def num_connections(world: World) -> int:
     """Counts the connections of this process to other ranks, without those to the store and to the test."""
     port, num = int(os.environ["MASTER_PORT"]), 0
     for descriptor, _ in _open_sockets():
-        with socket.socket(fileno=os.dup(descriptor)) as found:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
             try:
-                num += port not in (found.getsockname()[1], found.getpeername()[1])
+                num += port not in (connection.getsockname()[1], connection.getpeername()[1])
             except OSError:  # a listener
                 continue
-    world.control.share_text("")  # no rank leaves, and closes connections, before all have counted
+    world.control.share_text("")  # no rank closes connections before all have counted
     return num
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sockets_of_a_peer(size: int) -> None:
-    """docs/distributed.md says how many. On 0.1 there are 7 a peer. Fails if evaluation gets a group of its own."""
+    """docs/distributed.md states the number. Fails if evaluation gets its own group."""
     assert NUM_GROUPS == 5
     assert run_ranks(size, num_connections) == [5 * (size - 1)] * size
 
@@ -44,7 +44,7 @@ def start_with_few_files(results) -> None:
 
 
 def test_too_few_open_files() -> None:
-    """Fails if from_environment does not check: the ranks then wait for each other. So they do on 0.1."""
+    """Fails if from_environment does not check: the ranks then wait for each other."""
     results = _CONTEXT.Queue()
     rank = _CONTEXT.Process(target=start_with_few_files, args=(results,))
     rank.start()
@@ -69,20 +69,20 @@ def test_the_soft_limit_is_raised() -> None:
 
 
 def test_only_own_connections_are_shut_down() -> None:
-    """Not those from before, and no listener. Fails if Sockets.shut_down takes every socket."""
-    earlier, its_peer = socket.socketpair()
+    """Earlier connections and listeners stay open. Fails if Sockets.shut_down shuts down every socket."""
+    earlier, earlier_peer = socket.socketpair()
     sockets = Sockets()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         own = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
         sockets.settle()
-        later, peer_of_later = socket.socketpair()
+        later, later_peer = socket.socketpair()
         sockets.shut_down()
         assert own.recv(1) == b""
-        for one, other in ((earlier, its_peer), (later, peer_of_later)):
+        for one, other in ((earlier, earlier_peer), (later, later_peer)):
             one.send(b"x")
             assert other.recv(1) == b"x"
         with socket.create_connection(listener.getsockname()):
             listener.accept()[0].close()
-    for connection in (earlier, its_peer, own, accepted, later, peer_of_later):
+    for connection in (earlier, earlier_peer, own, accepted, later, later_peer):
         connection.close()

@@ -1,4 +1,4 @@
-"""A rank that never starts: the others say which."""
+"""If a rank never starts, the others' error names it."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ def start_alone(port: int, results) -> None:
 
 
 def test_ranks_that_do_not_start() -> None:
-    """Fails if Watch._wait does not look whether all ranks have started."""
+    """Fails if Watch._wait does not check that all ranks have started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

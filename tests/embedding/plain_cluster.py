@@ -1,4 +1,4 @@
-"""The clustering of csrc/src/cluster.cpp again, slowly, in plain Python: same operations, same order of addition."""
+"""The clustering of csrc/src/cluster.cpp in plain Python, slow: the same operations in the same order of addition."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from nestpipe.store.oracle_values import mix64
 
 Lists = Sequence[Sequence[int]]
-"""for each sample the numbers of its keys, feature by feature; negative: padding"""
+"""Numbers of the keys of each sample, feature by feature; negative for padding."""
 
 END_COST, MOST_OVERLOAD = 0.45, 1.05
 MASK = 2**64 - 1
@@ -14,10 +14,10 @@ MASK = 2**64 - 1
 
 def cluster(lists: Lists, cost: list[float], num_parts: int, method: str, seed: int) -> list[list[int]]:
     keys = [list(dict.fromkeys(key for key in keys if key >= 0)) for keys in lists]
-    uses = Counter(key for of_sample in keys for key in of_sample)
+    uses = Counter(key for sample_keys in keys for key in sample_keys)
     number = {key: i for i, key in enumerate(sorted(key for key in uses if uses[key] > 1))}
-    shared = [[number[key] for key in of_sample if key in number] for of_sample in keys]
-    rarity = [add(1.0 / uses[key] for key in of_sample) for of_sample in keys]
+    shared = [[number[key] for key in sample_keys if key in number] for sample_keys in keys]
+    rarity = [add(1.0 / uses[key] for key in sample_keys) for sample_keys in keys]
     order = by_spectrum(shared, seed) if method == "spectral" else by_minhash(shared, seed)
     part, target, most = cut_into_parts(order, rarity, cost, num_parts)
     if method == "spectral":
@@ -27,7 +27,7 @@ def cluster(lists: Lists, cost: list[float], num_parts: int, method: str, seed: 
 
 
 def add(values: Iterable[float]) -> float:
-    """One after the other: `sum` of floats compensates its errors in newer Pythons."""
+    """Adds one value after another: `sum` of floats compensates errors in newer Pythons."""
     total = 0.0
     for value in values:
         total += value
@@ -35,7 +35,7 @@ def add(values: Iterable[float]) -> float:
 
 
 def by_spectrum(shared: Lists, seed: int) -> list[int]:
-    uses = Counter(key for of_sample in shared for key in of_sample)
+    uses = Counter(key for keys in shared for key in keys)
     x = [(mix64(mix64(seed) + s & MASK) >> 11) * 2.0**-52 - 1.0 for s in range(len(shared))]
     for _ in range(5):
         if not uses:
@@ -46,13 +46,13 @@ def by_spectrum(shared: Lists, seed: int) -> list[int]:
         if not largest > 1e-30:
             break
         x = [value / largest for value in x]
-        of_key = dict.fromkeys(uses, 0.0)
+        key_values = dict.fromkeys(uses, 0.0)
         for keys, value in zip(shared, x, strict=True):
             for key in keys:
-                of_key[key] += value
-        of_key = {key: value / uses[key] for key, value in of_key.items()}
+                key_values[key] += value
+        key_values = {key: value / uses[key] for key, value in key_values.items()}
         x = [
-            add(of_key[key] for key in keys) / len(keys) if keys else value
+            add(key_values[key] for key in keys) / len(keys) if keys else value
             for keys, value in zip(shared, x, strict=True)
         ]
     return sorted(range(len(shared)), key=lambda s: (x[s], s))
@@ -70,7 +70,7 @@ def by_minhash(shared: Lists, seed: int) -> list[int]:
 def cut_into_parts(
     order: list[int], rarity: list[float], cost: list[float], num_parts: int
 ) -> tuple[list[int], list[float], list[float]]:
-    """The part of each sample; the target and the most of each part."""
+    """Returns the part of each sample, and the target cost and largest cost of each part."""
     total = add(cost)
     part = [-1] * len(cost)
 
@@ -86,19 +86,19 @@ def cut_into_parts(
         return part, [total / num_parts] * num_parts, [total / num_parts * MOST_OVERLOAD] * num_parts
     between = total / (num_parts - 2 + 2 * END_COST)
     end = between * END_COST
-    at_end, of_ends = set(), 0.0
+    at_end, end_total = set(), 0.0
     for s in sorted(order, key=lambda s: (rarity[s] / cost[s], s)):
-        if of_ends + cost[s] <= 2 * end:
-            of_ends += cost[s]
+        if end_total + cost[s] <= 2 * end:
+            end_total += cost[s]
             at_end.add(s)
-    cut([s for s in order if s in at_end], of_ends, [0, num_parts - 1])
-    cut([s for s in order if s not in at_end], total - of_ends, list(range(1, num_parts - 1)))
+    cut([s for s in order if s in at_end], end_total, [0, num_parts - 1])
+    cut([s for s in order if s not in at_end], total - end_total, list(range(1, num_parts - 1)))
     inner = num_parts - 2
     return part, [end, *[between] * inner, end], [end, *[between * MOST_OVERLOAD] * inner, end]
 
 
 def refine(shared: Lists, cost: list[float], part: list[int], target: list[float], most: list[float]) -> None:
-    """In place."""
+    """Moves samples to better parts, in place."""
     uses = Counter((key, part[s]) for s, keys in enumerate(shared) for key in keys)
     for s, keys in enumerate(shared):
         own = part[s]
@@ -115,5 +115,5 @@ def refine(shared: Lists, cost: list[float], part: list[int], target: list[float
 
 
 def loads(cost: list[float], part: list[int], without: int, num_parts: int) -> list[float]:
-    """Whole numbers, so that the order of addition does not matter."""
+    """Returns the cost of each part. Costs are whole numbers, so the order of addition does not matter."""
     return [add(c for s, c in enumerate(cost) if part[s] == p and s != without) for p in range(num_parts)]

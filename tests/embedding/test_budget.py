@@ -1,4 +1,4 @@
-"""The formula of device memory: against what runs really hold, against numbers worked out by hand, and as a limit.
+"""The formula of device memory: compared with the measured peak and with numbers by hand, and used as a limit.
 
 Fails, for example, if _AmongRanks.moments leaves out the micro-batches whose rows are sent ahead, or
 DeviceBudget._records the row state.
@@ -74,13 +74,13 @@ TOGETHER += [(schedule, 8, "resend") for schedule in SCHEDULES]
 
 @pytest.mark.parametrize(("size", "runs"), [(1, ALONE), (2, TOGETHER)])
 def test_within_15_percent_of_the_peak(size: int, runs: list[tuple[str, int, str]]) -> None:
-    for of_rank in on_ranks(size, needed_and_held, runs):
-        for run, (needed, held) in zip(runs, of_rank, strict=True):
+    for results in on_ranks(size, needed_and_held, runs):
+        for run, (needed, held) in zip(runs, results, strict=True):
             assert 0.85 < needed / held < 1.15, f"{run}: {needed} by the formula, {held} held"
 
 
 def test_terms_by_hand() -> None:
-    """One rank, one table of 4 columns and 4 of state, 2 micro-batches: samples of the keys 0 and 1, and of 1 and 2."""
+    """One rank, one table of dim 4 with 4 columns of state, 2 micro-batches: keys 0 and 1, then keys 1 and 2."""
     features = {"items": Pooled(Table("item", 4, optimizer=Adagrad(0.1)))}
     model = nn.Linear(4, 1)
     model.forward = lambda embeddings, inputs: model.weight.sum() * embeddings["items"].sum()  # type: ignore
@@ -95,17 +95,17 @@ def test_terms_by_hand() -> None:
     result = trainer.fit([Batch({"items": Jagged.from_lists([[0, 1], [1, 2]])})])
     assert result.device_bytes is not None
     assert result.device_bytes.terms == {
-        "records": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys is none
+        "records": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys rounds down to 0
         "lists": 2 * 2 * (2 * 8 + 2 * 1 + 2 * 8 + 2 * 8),  # 2 batches of 2 parts: positions, firsts, index, offsets
         "kept_rows": 0,
-        "rows": 2 * 4 * 4,  # nothing travels, so none is sent ahead
+        "rows": 2 * 4 * 4,  # nothing travels, so no rows are sent ahead
         "gradients": (3 + 2) * 4 * 4,
         "messages": 0,
     }
 
 
 def terms_among_ranks(world: World) -> tuple[dict[str, int], int, int]:
-    """Both ranks have a sample of the keys 0 .. 9, then one of 5 .. 14: 0 .. 4 are returned first, then the others."""
+    """Both ranks have a sample with keys 0 .. 9, then one with 5 .. 14. Keys 0 .. 4 are returned first."""
     trainer = make_trainer(world, "intra", 2, clustering=Clustering("none"), device_budget_bytes=PLENTY)
     samples = Jagged.from_lists([list(range(10)), list(range(5, 15))])
     none = Jagged.from_lists([[], []])
@@ -122,14 +122,15 @@ def test_terms_among_ranks_by_hand() -> None:
         assert terms["records"] == 2 * (num_owned + num_owned // 4) * 2 * row
         assert terms["kept_rows"] == 15 * row
         assert terms["rows"] == 20 * row  # of both micro-batches, while the first is returned
-        assert terms["gradients"] == (10 + 15 + 2 * num_owned) * row  # its own, summed here, of both ranks at the owner
+        # Gradients of the rows, summed by the requester, and of both ranks at the owner.
+        assert terms["gradients"] == (10 + 15 + 2 * num_owned) * row
         own = num_owned - num_owned_last  # of the keys 0 .. 4
         assert own + 5 >= num_owned_last, "else more is held while the second is returned"
-        assert terms["messages"] == ((5 - own) + own) * row  # sent, and received; its own are in no message
+        assert terms["messages"] == ((5 - own) + own) * row  # sent and received; own rows are in no message
 
 
 def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int, int, int]:
-    """Of two ranks, one has a batch that is too large, as the first and as the third; it goes on after both."""
+    """Trains with a batch on one rank that is too large, as the first and as the third batch. Then continues."""
     trainer = make_trainer(world, schedule, 2, device_budget_bytes=14_000_000)
     sizes = 1000 if world.rank == large_rank else 20
     texts, steps = [], []

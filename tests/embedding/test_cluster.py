@@ -1,4 +1,4 @@
-"""Clustering: every sample once, the same as the plain version, structure that was planted is found.
+"""Clustering: has every sample once, equals the plain version, and finds planted structure.
 
 Fails, for example, if a refinement counts a sample's own keys as present in its part (`> 1` made `> 0`), if padding is
 taken for key 0, if singles count as shared (`uses > 1` made `> 0`), or if a sample stays in a part that is too full.
@@ -96,7 +96,7 @@ def test_against_the_plain_version(method: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("num_groups", "num_uncut"), [(2, 2), (3, 2)])
 def test_finds_groups_that_share_no_key(num_groups: int, num_uncut: int) -> None:
-    """Interleaved; two parts have two groups one each, and of three groups they cut one only."""
+    """Groups are interleaved. Two parts have one of two groups each; of three groups they cut only one."""
     draw = random.Random(7)
     lists = [[100 * (s % num_groups) + draw.randrange(100) for _ in range(12)] for s in range(120 * num_groups)]
     for seed in range(3):
@@ -135,7 +135,7 @@ def test_uses_fewer_keys_than_the_given_order() -> None:
 
 @pytest.mark.parametrize("method", NATIVE)
 def test_deterministic(method: str) -> None:
-    """In any thread, whatever that thread clustered before; another seed gives other parts."""
+    """Every thread gets the same parts, whatever it clustered before. Another seed gives other parts."""
     lists = zipf_lists(300, 400, 10, seed=1)
     expected = [part.tolist() for part in parts_of(lists, 5, method)]
     results: list[list[list[int]]] = []

@@ -1,8 +1,8 @@
 """The requester's dedup of a batch against the same in plain Python, for every group, rank and micro-batch.
 
-Fails, for example, if _Distinct.of takes the keys of features in the order of the batch, if _split forgets the order
-of the micro-batches, if _cluster_lists numbers keys group by group, or if RequesterDedup.part gives a feature without
-weights the ones that stand in for them.
+Fails, for example, if _Distinct.from_batch takes the keys of features in the order of the batch, if _split ignores the
+order of the micro-batches, if _cluster_lists numbers keys group by group, or if RequesterDedup.part gives a feature
+without weights the ones that stand in for them.
 """
 
 import re
@@ -25,21 +25,21 @@ NUM_SAMPLES = 13
 
 
 class Own(RowOptimizer):
-    """Compared by object: a table with one of its own is a group of its own."""
+    """Compared by identity: each object makes a group of its own."""
 
     def update(self, rows: Any, state: Any, gradient: Any, step: int, lr: float) -> None:
-        pass  # nothing is trained here
+        pass  # these tests train nothing
 
 
 def make_features(optimizers: dict[str, RowOptimizer], dims: dict[str, int]) -> FeatureGroups:
     tables = {name: Table(name, dims.get(name, 2), optimizer=made) for name, made in optimizers.items()}
     return group_features(
         {
-            "of_d": Pooled(tables["d"], "mean", padding_key=PADDING),
-            "of_b": Sequence(tables["b"], padding_key=PADDING),
-            "of_a": Pooled(tables["a"]),
-            "again_b": Pooled(tables["b"]),
-            "of_c": Pooled(tables["c"], padding_key=3),
+            "d_keys": Pooled(tables["d"], "mean", padding_key=PADDING),
+            "b_keys": Sequence(tables["b"], padding_key=PADDING),
+            "a_keys": Pooled(tables["a"]),
+            "b_keys_again": Pooled(tables["b"]),
+            "c_keys": Pooled(tables["c"], padding_key=3),
         }
     )
 
@@ -47,25 +47,25 @@ def make_features(optimizers: dict[str, RowOptimizer], dims: dict[str, int]) -> 
 def make_batch(seed: int = 0, num_samples: int = NUM_SAMPLES, num_keys: int = 9) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     keys = {}
-    for name in ("of_d", "of_b", "of_a", "again_b", "of_c"):
+    for name in ("d_keys", "b_keys", "a_keys", "b_keys_again", "c_keys"):
         lengths = torch.randint(0, 5, (num_samples,), generator=generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         values = torch.randint(0, num_keys, (int(offsets[-1]),), generator=generator) * (-1) ** seed
-        if name in ("of_d", "of_b"):
+        if name in ("d_keys", "b_keys"):
             values[::5] = PADDING
-        weights = torch.rand(len(values), generator=generator) if name in ("of_d", "again_b") else None
+        weights = torch.rand(len(values), generator=generator) if name in ("d_keys", "b_keys_again") else None
         keys[name] = Jagged(values, offsets, weights)
     return Batch(keys, {"number": torch.arange(num_samples)})
 
 
 GROUPED = make_features({name: SGD(0.1) for name in "abcd"}, {"d": 3})
-"""a, b and c are one group"""
+"""Tables a, b and c are one group."""
 
 
 def check_group(
     features: FeatureGroups, got: RequesterDedup, batch: Batch, parts: list[list[int]], world_size: int
 ) -> None:
-    """Everything that dedup_batch says of a group."""
+    """Checks the dedup of a group."""
     group = got.group
     used: dict[tuple[int, int], None] = {}  # (table, key) in order of first use
     for table, name in zip(group.feature_tables.tolist(), group.features, strict=True):
@@ -114,17 +114,17 @@ def check_part(
     tables = dict(zip(group.features, group.feature_tables.tolist(), strict=True))
     used = {
         (tables[name], key)
-        for name, of_samples in lists.items()
-        for keys in of_samples
+        for name, sample_keys in lists.items()
+        for keys in sample_keys
         for key in keys
         if key != features.features[name].padding_key
     }
     rows = sorted(used, key=lambda item: (item[0], positions[item]))
     for f, name in enumerate(group.features):
-        part, of_table = got.part(micro_batch, f), [key for t, key in rows if t == tables[name]]
+        part, table_keys = got.part(micro_batch, f), [key for t, key in rows if t == tables[name]]
         flat = [key for keys in lists[name] for key in keys]
         padding = features.features[name].padding_key
-        assert part.index.tolist() == [len(of_table) if key == padding else of_table.index(key) for key in flat]
+        assert part.index.tolist() == [len(table_keys) if key == padding else table_keys.index(key) for key in flat]
         lengths = [len(keys) for keys in lists[name]]
         assert part.offsets[0] == 0
         assert part.offsets.diff().tolist() == part.host_offsets.diff().tolist() == lengths
@@ -149,7 +149,7 @@ def spans(batch: Batch, name: str, samples: list[int]) -> list[slice]:
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_against_plain_python(world_size: int, num_micro_batches: int, method: str, seed: int) -> None:
-    """15 micro-batches of 13 samples: some are empty, and a mask has two bytes."""
+    """With 15 micro-batches of 13 samples some are empty, and a mask has two bytes."""
     batch = make_batch(seed)
     for num_threads in (1, 2):
         split = num_micro_batches, world_size, num_threads, Clustering(method)
@@ -183,9 +183,9 @@ def test_clustering_does_not_depend_on_groups(method: str, world_size: int) -> N
         got = dedup_batch(features, batch, 6, world_size, 1, Clustering(method))
         parts.append([inputs["number"].tolist() for inputs in got.inputs])
         lists, num_distinct = _cluster_lists(
-            features, [_Distinct.of(group, batch, world_size, 1) for group in features.groups]
+            features, [_Distinct.from_batch(group, batch, world_size, 1) for group in features.groups]
         )
-        numbers.append((num_distinct, [(of.values.tolist(), of.offsets.tolist()) for of in lists]))
+        numbers.append((num_distinct, [(jagged.values.tolist(), jagged.offsets.tolist()) for jagged in lists]))
     assert [len(features.groups) for features in groupings().values()] == [1, 2, 4]
     assert parts[0] == parts[1] == parts[2]
     assert numbers[0] == numbers[1] == numbers[2]
@@ -195,7 +195,7 @@ def test_clustering_does_not_depend_on_groups(method: str, world_size: int) -> N
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_key_outside_names_feature_and_sample(together: bool) -> None:
-    """Also behind samples without keys, in the second feature of a second table; padding is never outside."""
+    """The key is behind samples without keys, in the second feature of a second table. Padding is never outside."""
     optimizers = dict.fromkeys("ab", SGD(0.1)) if together else {"a": SGD(0.1), "b": SGD(0.2)}
     a, b = (Table(name, 2, optimizer=o, num_keys=n) for (name, o), n in zip(optimizers.items(), (None, 5), strict=True))
     features = group_features({"x": Pooled(a), "y": Pooled(b, padding_key=-9), "z": Sequence(b)})
@@ -211,7 +211,7 @@ def test_a_key_outside_names_feature_and_sample(together: bool) -> None:
 
 
 def test_keys_with_gaps_in_memory() -> None:
-    """Fails if _contiguous returns what it was given."""
+    """Fails if _contiguous returns its argument."""
     values = torch.arange(20)[::2]
     features = group_features({"x": Pooled(Table("a", 2))})
     with_gaps = dedup_batch(features, Batch({"x": Jagged(values, torch.tensor([0, 4, 10]))}), 2, 1, 1, GIVEN_ORDER)
@@ -231,6 +231,8 @@ def test_a_rank_without_a_batch_takes_part_with_nothing() -> None:
 
 
 def test_features_that_do_not_match() -> None:
-    batch = Batch({"of_a": Jagged.from_lists([[1]]), "new": Jagged.from_lists([[1]])})
-    with pytest.raises(ValueError, match=r"missing \['again_b', 'of_b', 'of_c', 'of_d'\], unknown \['new'\]"):
+    batch = Batch({"a_keys": Jagged.from_lists([[1]]), "new": Jagged.from_lists([[1]])})
+    with pytest.raises(
+        ValueError, match=r"missing \['b_keys', 'b_keys_again', 'c_keys', 'd_keys'\], unknown \['new'\]"
+    ):
         dedup_batch(GROUPED, batch, 1, 1)

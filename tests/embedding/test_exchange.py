@@ -1,8 +1,8 @@
-"""Rows of tables of any width and dtype in one message, in memory of both kinds, and the way through host memory.
+"""Rows of tables of any width and dtype in one message, in memory of both kinds, also through host memory.
 
 Fails if _lay_out does not begin a group's rows at a multiple of 16 bytes (float64 behind an odd number of float32), if
-DistributedBatch.send_rows writes the rows of another micro-batch ahead than the next one, or if DeviceMemory reads a
-message's places as numbers of rows.
+DistributedBatch.send_rows writes ahead another micro-batch than the next one, or if DeviceMemory reads a message's
+places as numbers of rows.
 """
 
 import pytest
@@ -35,7 +35,7 @@ class Sums(torch.nn.Module):
 
 
 def batches(world: World) -> list[Batch]:
-    made = []
+    batch_list = []
     for step in range(5):
         generator = torch.Generator().manual_seed(10 * step + world.rank)
         lengths = torch.randint(0, 4, (12,), generator=generator) * (step != 3 or world.rank != 0)
@@ -44,8 +44,8 @@ def batches(world: World) -> list[Batch]:
             table.name: Jagged(torch.randint(0, 30, (int(offsets[-1]),), generator=generator), offsets)
             for table in TABLES
         }
-        made.append(Batch(keys))
-    return made
+        batch_list.append(Batch(keys))
+    return batch_list
 
 
 class Passed:
@@ -54,7 +54,7 @@ class Passed:
 
 
 def as_on_a_device(patch: pytest.MonkeyPatch, staged: bool) -> None:
-    """Rows by kernels' plain form, all in host memory. Staged: messages in memory of the other kind, for this test."""
+    """Uses DeviceMemory on host memory, with the plain form of its kernels. staged: messages as in host memory."""
     patch.setattr(pipeline_module, "memory_on", lambda device, is_staged: DeviceMemory(device, is_staged))
     if staged:
         patch.setattr(Channel, "is_staged", property(lambda _: True))
@@ -63,7 +63,7 @@ def as_on_a_device(patch: pytest.MonkeyPatch, staged: bool) -> None:
 
 
 def digests(world: World, way: str) -> list[str]:
-    found = []
+    results = []
     for window in ("once", "resend"):
         for num_micro_batches in (1, 4):
             with pytest.MonkeyPatch.context() as patch:
@@ -85,13 +85,13 @@ def digests(world: World, way: str) -> list[str]:
                     check_split=False,
                 )
                 trainer.fit(batches(world))
-                found.append(trainer.digest())
-    return found
+                results.append(trainer.digest())
+    return results
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_way_through_host_memory(size: int) -> None:
-    """Tables of mixed dtypes, two in a group, one frozen; a rank without keys for a step."""
+    """Has tables of mixed dtypes, two of them in a group and one frozen, and a rank without keys in one step."""
     (plain, *_), (on_device, *_), (staged, *_) = (
         on_ranks(size, digests, way) for way in ("plain", "on_device", "staged")
     )

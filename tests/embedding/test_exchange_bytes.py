@@ -1,8 +1,8 @@
-"""What a batch sends to other ranks, to the byte, recomputed from the same batches.
+"""Bytes that a batch sends to other ranks, recomputed from the same batches.
 
-Send-once: whatever the number of micro-batches, the bytes of the unsplit batch. Fails if plan._lists lists a row in
-"all" micro-batches that use it in window "once". Resend: the distinct keys of other ranks in each micro-batch, added
-up. Fails if plan._lists lists only the "first" of them in window "resend".
+Window "once" sends the bytes of the unsplit batch, whatever the number of micro-batches. Fails if plan._lists lists a
+row in "all" micro-batches that use it. Window "resend" sends the distinct keys of other ranks for each micro-batch.
+Fails if plan._lists lists a row only in the "first" of them.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ CASE = Case("sgd", "pooled_sum", steps=STEPS)
 
 
 def foreign_bytes(world: World, case: Case, parts: list[Batch]) -> int:
-    """Rows of the distinct keys of each part that other ranks own."""
+    """Returns the bytes of the rows of each part's distinct keys that other ranks own."""
     total = 0
     for part in parts:
         for name, feature in features_of(case).items():
@@ -36,7 +36,7 @@ def foreign_bytes(world: World, case: Case, parts: list[Batch]) -> int:
 
 
 def parts_of(world: World, batch: Batch, case: Case) -> list[Batch]:
-    """As the product clusters it: found out by a number for each sample that travels as an input."""
+    """Returns the micro-batches that dedup_batch makes, by numbering the samples in an input."""
     numbered = Batch(batch.keys, {"label": batch.inputs["label"].new_tensor(range(len(batch)))})
     clustering = Clustering(case.method)
     features = group_features(features_of(case))
@@ -45,7 +45,7 @@ def parts_of(world: World, batch: Batch, case: Case) -> list[Batch]:
 
 
 def bytes_of(world: World, case: Case) -> tuple[int, int, int, int]:
-    """Of some steps: row and gradient bytes this rank sent, and what it asks for, in one piece and in micro-batches."""
+    """Returns the row and gradient bytes that this rank sent, and those of the keys it needs, unsplit and split."""
     batches = share_of(global_batches(STEPS), world)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     row_bytes = gradient_bytes = 0

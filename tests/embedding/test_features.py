@@ -1,7 +1,7 @@
-"""What the model receives of a batch: rows at the occurrences of keys, of tables that share a group and of others.
+"""The input of the model: rows at the occurrences of keys, of tables with and without a common group.
 
 Fails, for example, if Embeddings.table_rows takes the group's first table for every feature, or if RequesterDedup.part
-counts the samples of the micro-batches before it without the one offset more that each has.
+ignores that each earlier micro-batch has one offset more than samples.
 """
 
 import pytest
@@ -19,12 +19,12 @@ PADDING = -7
 
 
 def embedded(features: FeatureGroups, batch: BatchDedup, micro_batch: int, tables: dict[str, Tensor]) -> Embeddings:
-    """As the exchange hands rows over; row k of a table is that of key k."""
+    """Returns embeddings of a micro-batch. Row k of a table is that of key k."""
     rows = []
     for group in batch.groups:
         positions = group.row_positions[group.rows_of(micro_batch)]
-        of_tables = group.keys[positions].split(group.row_counts[micro_batch].tolist())
-        named = zip(group.group.names, of_tables, strict=True)
+        table_keys = group.keys[positions].split(group.row_counts[micro_batch].tolist())
+        named = zip(group.group.names, table_keys, strict=True)
         rows.append(torch.cat([tables[name][keys] for name, keys in named]))
     return Embeddings(features, batch.groups, micro_batch, rows)
 
@@ -44,15 +44,16 @@ def test_side_by_side_is_cat() -> None:
 
 
 def test_every_feature_has_the_rows_of_its_own_table() -> None:
-    """Three tables of a group and one of another, unlike numbers of keys, padding, weights, a table of two features."""
+    """Has three tables of a group and one of another, different numbers of keys, padding, weights, and a table with two
+    features."""
     a, b, c, d = Table("a", 2), Table("b", 2), Table("c", 2), Table("d", 3)
     features = group_features(
         {
-            "of_c": Pooled(c, "mean", padding_key=PADDING),
-            "of_b": Sequence(b, padding_key=PADDING),
-            "of_a": Pooled(a),
-            "again_b": Pooled(b),
-            "of_d": Pooled(d),
+            "c_keys": Pooled(c, "mean", padding_key=PADDING),
+            "b_keys": Sequence(b, padding_key=PADDING),
+            "a_keys": Pooled(a),
+            "b_keys_again": Pooled(b),
+            "d_keys": Pooled(d),
         }
     )
     assert [group.names for group in features.groups] == [("a", "b", "c"), ("d",)]
@@ -64,7 +65,7 @@ def test_every_feature_has_the_rows_of_its_own_table() -> None:
         values = torch.randint(0, 6, (int(bounds[-1]),), generator=generator)
         if features.features[name].padding_key is not None:
             values[::4] = PADDING
-        weights = torch.rand(len(values), generator=generator) + 0.5 if name in ("of_c", "of_a") else None
+        weights = torch.rand(len(values), generator=generator) + 0.5 if name in ("c_keys", "a_keys") else None
         keys[name] = Jagged(values, bounds, weights)
     whole = Batch(keys)
     tables = {table.name: torch.randn(6, table.dim, generator=generator) for table in (a, b, c, d)}

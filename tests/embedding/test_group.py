@@ -1,4 +1,4 @@
-"""Tables form one group if one call can treat them alike.
+"""Tables form one group if one call can handle them alike.
 
 Fails, for example, if group_features leaves the dtype out of its key, or asks for the optimizer of a frozen table, if
 group_key returns the class of a user's own optimizer instead of its identity, or if _group sorts features by name.
@@ -19,7 +19,7 @@ class Own(RowOptimizer):
 
 
 class FromOurs(SGD):
-    """Derived from one of ours, it may do anything."""
+    """A subclass may change anything, so it is not equal to SGD."""
 
 
 def halving(step: int) -> float:
@@ -46,7 +46,7 @@ def are_one_group(first: RowOptimizer, second: RowOptimizer) -> bool:
     ],
 )
 def test_equal_optimizers_are_one_group(make) -> None:
-    """By value: each table may have an object of its own. Also where a hyperparameter is a list."""
+    """Optimizers are compared by value, also if a hyperparameter is a list."""
     assert are_one_group(make(), make())
 
 
@@ -83,7 +83,7 @@ def test_dim_dtype_and_frozen(optimizer: RowOptimizer) -> None:
 
 
 def test_what_else_may_differ() -> None:
-    """Room, keys and initial rows are a table's own; frozen ones have no use for an optimizer."""
+    """Tables of a group may differ in max_rows, num_keys and init; frozen ones also in the optimizer."""
     lr: LearningRate = halving
     tables = Table("a", 2, optimizer=SGD(lr), num_keys=5), Table("b", 2, optimizer=SGD(lr), max_rows=7)
     assert grouped(*tables) == [("a", "b")]
@@ -109,15 +109,15 @@ def mixed() -> FeatureGroups:
 
 
 def test_order_of_groups_tables_and_features() -> None:
-    """Groups by their first table's name, tables by name, features by table and then as given."""
-    made = mixed()
-    assert [group.names for group in made.groups] == [("a", "c"), ("b", "d"), ("e",)]
-    assert [group.features for group in made.groups] == [("y", "t", "z", "v"), ("u", "w"), ("x",)]
-    assert [group.feature_tables.tolist() for group in made.groups] == [[0, 0, 1, 1], [0, 1], [0]]
-    names = [name for group in made.groups for name in group.names]
-    assert [names[i] for i in made.table_order] == ["a", "b", "c", "d", "e"]
-    assert made.num_tables == 5
-    assert made.places == {
+    """Groups are ordered by their first table's name, tables by name, features by table and then as given."""
+    features = mixed()
+    assert [group.names for group in features.groups] == [("a", "c"), ("b", "d"), ("e",)]
+    assert [group.features for group in features.groups] == [("y", "t", "z", "v"), ("u", "w"), ("x",)]
+    assert [group.feature_tables.tolist() for group in features.groups] == [[0, 0, 1, 1], [0, 1], [0]]
+    names = [name for group in features.groups for name in group.names]
+    assert [names[i] for i in features.table_order] == ["a", "b", "c", "d", "e"]
+    assert features.num_tables == 5
+    assert features.places == {
         "y": (0, 0),
         "t": (0, 1),
         "z": (0, 2),
@@ -129,7 +129,7 @@ def test_order_of_groups_tables_and_features() -> None:
 
 
 def test_padding_of_features_that_share_a_table() -> None:
-    """Padding is a feature's, and 0 is a key like any other. Fails if _group asks `if feature.padding_key`."""
+    """Padding belongs to a feature, and 0 is a key like any other. Fails if _group asks `if feature.padding_key`."""
     (group, *_) = mixed().groups
     assert group.feature_keys[:, 2:5].tolist() == [[0, 0, 0], [0, 1, 0], [1, 1, -1], [1, 0, 0]]
 

@@ -1,7 +1,7 @@
 """Rows in host memory and in device memory: one interface, the same rows, sums and flags.
 
-DeviceMemory runs here on host memory: its kernels in their plain form (kernels/reference.py), which the tests of the
-kernels compare with them to the bit. Fails, for example, if HostMemory.add_rows leaves out the limit, if _in_units
+DeviceMemory runs here on host memory, with the plain form of its kernels (kernels/rows/reference.py). The tests of the
+kernels compare both forms to the bit. Fails, for example, if HostMemory.add_rows leaves out the limit, if _in_units
 counts places in rows instead of units, or if row_ops.read_rows reads one row after another whatever the places are.
 """
 
@@ -28,7 +28,7 @@ def memories() -> tuple[Memory, Memory]:
 
 
 def drawn(num_rows: int, dim: int, dtype: torch.dtype, gap: int = 3) -> Tensor:
-    """Rows that lie further apart than they are long, like those of records."""
+    """Returns random rows with gaps between them, like those of records."""
     return torch.randn(num_rows, dim + gap, dtype=dtype)[:, :dim]
 
 
@@ -51,19 +51,19 @@ def test_copy_rows(dim: int, dtype: torch.dtype, gathers: bool, scatters: bool) 
 
 
 def message_places(counts: list[int], row_bytes: int, before: int) -> Tensor:
-    """Where rows for several ranks lie, those of each from a multiple of 16 bytes on; in units."""
-    where, at = [], before
+    """Returns the places of rows for several ranks, in units; those of each rank start at a multiple of 16 bytes."""
+    starts, start = [], before
     for count in counts:
-        where += [at + row * row_bytes for row in range(count)]
-        at = -(-(at + count * row_bytes) // 16) * 16
-    assert all(byte % message_unit(row_bytes) == 0 for byte in where)
-    return torch.tensor(where) // message_unit(row_bytes)
+        starts += [start + row * row_bytes for row in range(count)]
+        start = -(-(start + count * row_bytes) // 16) * 16
+    assert all(byte % message_unit(row_bytes) == 0 for byte in starts)
+    return torch.tensor(starts) // message_unit(row_bytes)
 
 
 @ALL_SHAPES
 @pytest.mark.parametrize("counts", [[7], [1, 0, 6], [3, 2, 2]])
 def test_messages_in_units(dim: int, dtype: torch.dtype, counts: list[int]) -> None:
-    """Each kind of memory writes the same bytes, and reads what the other has written."""
+    """Each kind of memory writes the same bytes, and reads the other's."""
     torch.manual_seed(dim)
     source, row_bytes = drawn(12, dim, dtype), dim * dtype.itemsize
     chosen, in_units = places(7, 12), message_places(counts, row_bytes, before=32)
@@ -90,7 +90,7 @@ def test_messages_in_units(dim: int, dtype: torch.dtype, counts: list[int]) -> N
 
 @ALL_SHAPES
 def test_messages_in_order(dim: int, dtype: torch.dtype) -> None:
-    """Without places, rows lie one behind the other from the beginning on; what follows them is not touched."""
+    """Without places, rows are contiguous from the beginning. Bytes behind them do not change."""
     torch.manual_seed(dim)
     source, chosen, row_bytes = drawn(9, dim, dtype), places(4, 9), dim * dtype.itemsize
     for memory, other in (memories(), memories()[::-1]):
@@ -130,33 +130,33 @@ def test_no_rows_at_all() -> None:
 @pytest.mark.parametrize("with_places", [True, False])
 @pytest.mark.parametrize("with_first", [True, False])
 def test_add_rows(dim: int, dtype: torch.dtype, with_places: bool, with_first: bool) -> None:
-    """Where a row is the first, what lies there does not count: here, what is not a number."""
+    """A first row replaces what was there before, even NaN."""
     torch.manual_seed(dim)
     source, target = drawn(20, dim, dtype), drawn(33 if with_places else 20, dim, dtype)
-    where = places(20, 33) if with_places else None
+    chosen = places(20, 33) if with_places else None
     is_first = torch.rand(20) < 0.5 if with_first else None
-    at = torch.arange(20) if where is None else where
+    indices = torch.arange(20) if chosen is None else chosen
     expected = target.clone()
-    expected[at] += source
+    expected[indices] += source
     if is_first is not None:
-        expected[at[is_first]] = source[is_first]
-        target[at[is_first]] = math.nan
+        expected[indices[is_first]] = source[is_first]
+        target[indices[is_first]] = math.nan
     for memory in memories():
         added, flag = target.clone(), memory.new_flag()
-        memory.add_rows(added, where, source, is_first, torch.finfo(dtype).max / 4, flag)
+        memory.add_rows(added, chosen, source, is_first, torch.finfo(dtype).max / 4, flag)
         assert torch.equal(added, expected)
         assert int(flag) == 0
         again = target.clone()
-        memory.add_rows(again, where, source, is_first, math.inf, None)
+        memory.add_rows(again, chosen, source, is_first, math.inf, None)
         assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_ranks", [1, 3, 1536])
 def test_flags(dtype: torch.dtype, num_ranks: int) -> None:
-    """The limit itself is none too large; the next number is, on either side, and so is all that is not finite.
+    """The limit itself is allowed. The next larger magnitude is not, nor is anything that is not finite.
 
-    Fails if check_rows or add_rows compares with `<`, or takes no NaN for too large.
+    Fails if check_rows or add_rows compares with `<`, or does not flag NaN.
     """
     limit = torch.finfo(dtype).max / (2 * num_ranks)
     edge = torch.tensor(limit, dtype=dtype)
@@ -187,7 +187,7 @@ def test_a_flag_stays_set() -> None:
 
 @ALL_SHAPES
 def test_sum_rows(dim: int, dtype: torch.dtype) -> None:
-    """One entry after another, in the order named: numbers whose sum depends on it, to the bit."""
+    """Entries are added in the given order. The bits of these sums depend on it."""
     torch.manual_seed(dim)
     values = torch.randn(40, dim, dtype=dtype) * 10.0 ** torch.randint(-3, 6, (40, 1))
     lengths = [0, 1, 7, 0, 30, 2]
@@ -203,7 +203,7 @@ def test_sum_rows(dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1, 0.01), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1)])
 def test_update(optimizer: RowOptimizer) -> None:
-    """Columns of records, with others beside them. A masked step, which a device alone knows, changes nothing."""
+    """Updates some columns of records. A masked step changes nothing."""
     torch.manual_seed(3)
     width = 4 + optimizer.state_width(4)
     records, gradient = torch.rand(6, width + 2, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_update(optimizer: RowOptimizer) -> None:
 
 
 def test_records() -> None:
-    """On a device they have a mirror, and begin at multiples of 16 bytes."""
+    """On a device, records have a mirror and begin at multiples of 16 bytes."""
     host, device = memories()
     assert not host.has_mirrors
     assert device.has_mirrors

@@ -1,9 +1,8 @@
 """Requester and owner plan alike: what one sends is what the other expects, row by row and byte by byte.
 
-All ranks of a small world route and plan in threads of this process; then their plans are held against one another.
-Fails, for example, if _lists has gradients leave with the "first" micro-batch, if _group_plan does not turn positions
-into rows where there is one micro-batch, if _lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a
-row.
+All ranks of a small world route and plan in threads of this process; then their plans are compared. Fails, for example,
+if _lists sends gradients with the "first" micro-batch, if _group_plan does not turn positions into rows for a single
+micro-batch, if _lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a row.
 """
 
 from collections import Counter
@@ -41,19 +40,19 @@ from tests.store.native.key_batches import owner
 A, B = Table("a", 5), Table("b", 5)
 C, D = Table("c", 3, dtype=torch.float64), Table("d", 1, frozen=True)
 FEATURES = group_features(
-    {"of_b": Pooled(B), "of_a": Pooled(A), "of_c": Sequence(C), "again_a": Pooled(A), "of_d": Pooled(D)}
+    {"b_keys": Pooled(B), "a_keys": Pooled(A), "c_keys": Sequence(C), "a_keys_again": Pooled(A), "d_keys": Pooled(D)}
 )
-"""three groups, with rows of 20, 24 and 4 bytes"""
+"""Three groups, with rows of 20, 24 and 4 bytes."""
 WINDOWS = ("once", "resend")
 
 Key = tuple[str, int]
-"""table, key"""
+"""Table and key."""
 
 
 @dataclass(frozen=True)
 class World:
     batches: list[Batch | None]
-    """by rank; None: out of data"""
+    """Batch of each rank; None if it is out of data."""
     num_micro_batches: int
 
     @property
@@ -63,14 +62,14 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Up to 4 ranks, of which some may have no batch; few keys, so that ranks and micro-batches share them."""
-    made: list[Batch | None] = []
+    """Draws up to 4 ranks, some without a batch; few keys, so that ranks and micro-batches share them."""
+    batches: list[Batch | None] = []
     for _ in range(draw(st.integers(2, 4))):
         num_samples = draw(st.integers(0, 4))
         lists = st.lists(st.lists(st.integers(-2, 9), max_size=3), min_size=num_samples, max_size=num_samples)
         keys = {name: Jagged.from_lists(draw(lists)) for name in FEATURES.features}
-        made.append(Batch(keys) if draw(st.integers(0, 5)) else None)
-    return World(made, draw(st.sampled_from([1, 2, 3, 9])))
+        batches.append(Batch(keys) if draw(st.integers(0, 5)) else None)
+    return World(batches, draw(st.sampled_from([1, 2, 3, 9])))
 
 
 def routed(channel: Channel, world: World) -> Route | None:
@@ -80,7 +79,7 @@ def routed(channel: Channel, world: World) -> Route | None:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's route and plan, and which keys its places are of."""
+    """A rank's route and plan, and the keys behind its places."""
 
     number: int
     route: Route
@@ -92,33 +91,33 @@ class Rank:
         return [(dedup.group.names[t], key) for t, key in zip(tables, dedup.keys.tolist(), strict=True)]
 
     def requester_places(self, g: int) -> list[Key]:
-        """What rows_in and gradients_out speak of: positions, or with one micro-batch its rows."""
+        """Returns the keys behind rows_in and gradients_out: by position, or with one micro-batch by row."""
         positions, dedup = self.positions(g), self.route.batch.groups[g]
         one = self.route.batch.num_micro_batches == 1
         return [positions[p] for p in dedup.row_positions.tolist()] if one else positions
 
     def slots(self, g: int) -> list[Key]:
-        owned = self.route.owned[g]
-        tables = np.arange(len(owned.group.tables)).repeat(owned.table_offsets.diff().numpy())
-        return [(owned.group.names[t], key) for t, key in zip(tables, owned.keys.tolist(), strict=True)]
+        dedup = self.route.owner_dedups[g]
+        tables = np.arange(len(dedup.group.tables)).repeat(dedup.table_offsets.diff().numpy())
+        return [(dedup.group.names[t], key) for t, key in zip(tables, dedup.keys.tolist(), strict=True)]
 
     def entries(self, g: int) -> list[Key]:
         slots = self.slots(g)
-        return [slots[slot] for slot in self.route.owned[g].slots.tolist()]
+        return [slots[slot] for slot in self.route.owner_dedups[g].slots.tolist()]
 
     def uses(self, g: int) -> dict[Key, list[int]]:
-        """The micro-batches that use each key, ascending; found in the batch itself."""
+        """Returns the micro-batches that use each key, ascending, from the batch itself."""
         dedup, batch = self.route.batch.groups[g], self.route.batch
         positions = self.positions(g)
-        of_keys: dict[Key, list[int]] = {key: [] for key in positions}
+        micro_batches: dict[Key, list[int]] = {key: [] for key in positions}
         for i in range(batch.num_micro_batches):
             for f, t in enumerate(dedup.group.feature_tables.tolist()):
                 first = int(dedup.row_counts[i, :t].sum())
                 rows = dedup.row_positions[dedup.rows_of(i)][first : first + int(dedup.row_counts[i, t])]
                 for row in dedup.part(i, f).index.unique().tolist():
                     key = positions[int(rows[row])]
-                    of_keys[key] += [i] if i not in of_keys[key] else []
-        return of_keys
+                    micro_batches[key] += [i] if i not in micro_batches[key] else []
+        return micro_batches
 
 
 def planned(world: World, window: str) -> list[Rank]:
@@ -128,7 +127,7 @@ def planned(world: World, window: str) -> list[Rank]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row in a message, counted from where the part of its rank begins."""
+    """A row in a message; bytes are counted from the start of its rank's part."""
 
     group: int
     key: Key
@@ -137,30 +136,30 @@ class Row:
 
 
 def in_message(rank: Rank, which: str, places: list[list[Key]], i: int) -> dict[int, list[Row]]:
-    """By the other rank: the rows of micro-batch i, as their places in the message say."""
+    """Returns the rows of micro-batch i by the other rank, at their places in the message."""
     sizes: MessageSizes = getattr(rank.plan, which)
     starts = np.cumsum([0, *sizes.sizes[i]])
     assert starts[-1] == sizes.num_bytes[i]
-    found: dict[int, list[Row]] = {other: [] for other in range(len(sizes.sizes[i]))}
+    rows_by_rank: dict[int, list[Row]] = {other: [] for other in range(len(sizes.sizes[i]))}
     for g, lists in enumerate(rank.plan.groups):
         travel: TravelList = getattr(lists, which)
         row_bytes, in_units = lists.group.row_bytes, travel.in_message(i)
         others, keys = np.arange(len(travel.counts[i])).repeat(travel.counts[i]), travel.others(i).tolist()
         assert travel.counts[i, rank.number] == 0
         unit = row_bytes if in_units is None else message_unit(row_bytes)
-        where = range(len(keys)) if in_units is None else in_units.tolist()
-        for other, place, at in zip(others.tolist(), keys, where, strict=True):
-            first = at * unit - int(starts[other])
+        units = range(len(keys)) if in_units is None else in_units.tolist()
+        for other, place, number in zip(others.tolist(), keys, units, strict=True):
+            first = number * unit - int(starts[other])
             assert 0 <= first <= sizes.sizes[i][other] - row_bytes
-            found[other].append(Row(g, places[g][place], first, first + row_bytes))
-    check_bytes(found, sizes, i)
-    return found
+            rows_by_rank[other].append(Row(g, places[g][place], first, first + row_bytes))
+    check_bytes(rows_by_rank, sizes, i)
+    return rows_by_rank
 
 
-def check_bytes(found: dict[int, list[Row]], sizes: MessageSizes, i: int) -> None:
-    """No two rows share a byte, and a group begins at a multiple of 16 bytes."""
-    assert sizes.row_bytes[i] == sum(row.end - row.first for rows in found.values() for row in rows)
-    for other, rows in found.items():
+def check_bytes(rows_by_rank: dict[int, list[Row]], sizes: MessageSizes, i: int) -> None:
+    """Checks that no two rows share a byte, and that a group begins at a multiple of 16 bytes."""
+    assert sizes.row_bytes[i] == sum(row.end - row.first for rows in rows_by_rank.values() for row in rows)
+    for other, rows in rows_by_rank.items():
         assert sizes.sizes[i][other] % ALIGNMENT == 0
         taken = [byte for row in rows for byte in range(row.first, row.end)]
         assert len(taken) == len(set(taken))
@@ -169,12 +168,11 @@ def check_bytes(found: dict[int, list[Row]], sizes: MessageSizes, i: int) -> Non
 
 
 def check_direction(ranks: list[Rank], sent: str, received: str, i: int) -> None:
-    """Each message is on the receiver what it is on the sender."""
-    of_requester, of_owner = Rank.requester_places, Rank.slots
+    """Checks that sender and receiver have the same view of each message."""
     numbers = {
-        "rows_out": of_owner,
-        "rows_in": of_requester,
-        "gradients_out": of_requester,
+        "rows_out": Rank.slots,
+        "rows_in": Rank.requester_places,
+        "gradients_out": Rank.requester_places,
         "gradients_in": Rank.entries,
     }
     groups = range(len(FEATURES.groups))
@@ -195,17 +193,17 @@ def check_direction(ranks: list[Rank], sent: str, received: str, i: int) -> None
 
 
 def travelling(rank: Rank, lists: GroupPlan, g: int, which: str) -> dict[Key, list[int]]:
-    """The micro-batches with which each key of a requester travels."""
-    found: dict[Key, list[int]] = {}
+    """Returns the micro-batches with which each key of a requester travels."""
+    travels: dict[Key, list[int]] = {}
     places, travel = rank.requester_places(g), getattr(lists, which)
     for i in range(rank.route.batch.num_micro_batches):
         for place in [*travel.others(i).tolist(), *travel.own(i).tolist()]:
-            found.setdefault(places[place], []).append(i)
-    return found
+            travels.setdefault(places[place], []).append(i)
+    return travels
 
 
 def check_when(rank: Rank, window: str) -> None:
-    """Once: a row with the first micro-batch that uses it, its gradient with the last. Resend: both with every one."""
+    """Checks with which micro-batches rows and gradients travel: "once" first and last, "resend" with every user."""
     for g, lists in enumerate(rank.plan.groups):
         uses = rank.uses(g)
         rows, gradients = (travelling(rank, lists, g, which) for which in ("rows_in", "gradients_out"))
@@ -215,21 +213,21 @@ def check_when(rank: Rank, window: str) -> None:
 
 
 def check_owner(ranks: list[Rank], rank: Rank, window: str) -> None:
-    """Every key that a requester has of this owner is one entry; the entries of a slot are in order of requester."""
+    """Checks that every key of a requester is one entry, and that the entries of a slot are in order of requester."""
     for g, lists in enumerate(rank.plan.groups):
         entries, slots = rank.entries(g), rank.slots(g)
         asked = [
             (r.number, key) for r in ranks for key in r.positions(g) if owner(key[1], key[0], len(ranks)) == rank.number
         ]
-        requesters = np.arange(len(ranks)).repeat(rank.route.owned[g].entry_counts).tolist()
+        requesters = np.arange(len(ranks)).repeat(rank.route.owner_dedups[g].entry_counts).tolist()
         assert list(zip(requesters, entries, strict=True)) == asked
         assert len(entries) == lists.num_entries
         assert len(set(slots)) == len(slots)
         assert set(slots) == set(entries)
         assert lists.sums.offsets is not None
         assert lists.sums.order is not None
-        of_slots = lists.sums.order.split(lists.sums.offsets.diff().tolist())
-        for slot, places in zip(slots, of_slots, strict=True):
+        slot_entries = lists.sums.order.split(lists.sums.offsets.diff().tolist())
+        for slot, places in zip(slots, slot_entries, strict=True):
             assert places.tolist() == [e for e, key in enumerate(entries) if key == slot]
         arriving = Counter(
             place
@@ -259,7 +257,7 @@ def row_of(key: Key, dim: int) -> list[float]:
 
 
 def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, list[float]]]:
-    """Sends rows, checks what arrives, and returns by group the sums of the gradients of owned keys."""
+    """Sends rows, checks those that arrive, and returns the summed gradients of owned keys by group."""
     memory = HostMemory()
     exchange = DistributedExchange(channel, channel, channel, memory)
     route = routed(channel, world)
@@ -268,7 +266,7 @@ def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, lis
     plan = exchange.plan(route, window)
     assert plan is not None
     rank = Rank(channel.rank, route, plan)
-    resident = [RecordMemory(memory).reserve(owned) for owned in route.owned]
+    resident = [RecordMemory(memory).reserve(dedup) for dedup in route.owner_dedups]
     for g, rows in enumerate(resident):
         for slot, key in enumerate(rank.slots(g)):
             rows.records[slot] = torch.tensor(row_of(key, rows.group.dim))
@@ -293,24 +291,24 @@ def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, lis
 
 
 def gradient_of(rows: torch.Tensor, rank: int, micro_batch: int) -> torch.Tensor:
-    """Numbers whose sum depends on the order of adding."""
+    """Returns numbers whose sum depends on the order of addition."""
     return rows * (1 / 3 + rank) * 7.0**micro_batch
 
 
 def expected_sums(world: World, g: int) -> dict[Key, torch.Tensor]:
-    """A requester's micro-batches in order, then the requesters in order of rank."""
+    """Returns sums over a requester's micro-batches in order, then over requesters in order of rank."""
     totals: dict[Key, torch.Tensor] = {}
     group = FEATURES.groups[g]
     for number, batch in enumerate(world.batches):
         dedup = dedup_batch(FEATURES, batch, world.num_micro_batches, world.size, 1, GIVEN_ORDER).groups[g]
-        of_requester: dict[Key, torch.Tensor] = {}
+        requester_sums: dict[Key, torch.Tensor] = {}
         for i in range(world.num_micro_batches):
             tables = np.arange(len(group.tables)).repeat(dedup.row_counts[i])
             for t, key in zip(tables, dedup.keys[dedup.row_positions[dedup.rows_of(i)]].tolist(), strict=True):
                 name = group.names[t], key
                 gradient = gradient_of(torch.tensor(row_of(name, group.dim), dtype=group.dtype), number, i)
-                of_requester[name] = of_requester.get(name, torch.zeros_like(gradient)) + gradient
-        for name, gradient in of_requester.items():
+                requester_sums[name] = requester_sums.get(name, torch.zeros_like(gradient)) + gradient
+        for name, gradient in requester_sums.items():
             totals[name] = totals.get(name, torch.zeros_like(gradient)) + gradient
     return totals
 
@@ -318,37 +316,37 @@ def expected_sums(world: World, g: int) -> dict[Key, torch.Tensor]:
 @settings(max_examples=20, deadline=None)
 @given(world=worlds(), window=st.sampled_from(WINDOWS))
 def test_rows_and_gradients_arrive(world: World, window: str) -> None:
-    """To the bit. Fails if _Requester.collect returns its sums in window "resend", or adds to what lies in the memory
-    of a sum before its first gradient."""
-    found = on_threads(world.size, exchanged, world, window)
-    if not any(found):
+    """Sums are equal to the bit. Fails if _Requester.collect returns its sums in window "resend", or adds the first
+    gradient to uninitialised memory."""
+    results = on_threads(world.size, exchanged, world, window)
+    if not any(results):
         return
     for g, group in enumerate(FEATURES.groups):
         if not group.frozen:
-            together = {key: total for of_rank in found for key, total in of_rank[g].items()}
+            together = {key: total for sums in results for key, total in sums[g].items()}
             assert together == {key: total.tolist() for key, total in expected_sums(world, g).items()}
 
 
 def travel_list(counts: list[list[int]]) -> TravelList:
     total = sum(map(sum, counts))
-    bounds = [0, *np.repeat(np.cumsum([sum(of_part) for of_part in counts]), 2).tolist()]
+    bounds = [0, *np.repeat(np.cumsum([sum(part_counts) for part_counts in counts]), 2).tolist()]
     return TravelList(torch.arange(total), bounds, np.array(counts, dtype=np.int64))
 
 
 def test_a_message_by_hand() -> None:
-    """Two micro-batches among three ranks; rows of 12, 40 and 4 bytes. Of itself, rank 1 sends nothing."""
+    """Two micro-batches among three ranks; rows of 12, 40 and 4 bytes. Rank 1 sends nothing to itself."""
     counts = [[[1, 0, 3], [0, 0, 0]], [[2, 0, 0], [0, 0, 1]], [[0, 0, 5], [1, 0, 0]]]
-    sizes, (first, second, third) = _lay_out([travel_list(of_group) for of_group in counts], [12, 40, 4])
+    sizes, (first, second, third) = _lay_out([travel_list(group_counts) for group_counts in counts], [12, 40, 4])
     assert sizes.sizes == [[16 + 80 + 0, 0, 48 + 0 + 32], [16, 0, 48]]
     assert sizes.row_bytes == [(12 + 80 + 0) + (36 + 0 + 20), 4 + 40]
     assert sizes.num_bytes == [176, 64]
     assert [message_unit(width) for width in (12, 40, 4, 20, 24, 256, 1028)] == [4, 8, 4, 4, 8, 16, 4]
     bytes_of = {"first": (first, 4), "second": (second, 8), "third": (third, 4)}
-    found = {
+    row_bytes = {
         name: [(places * unit).tolist() for i in (0, 1) if (places := travel.in_message(i)) is not None]
         for name, (travel, unit) in bytes_of.items()
     }
-    assert found == {
+    assert row_bytes == {
         "first": [[0, 96, 108, 120], []],
         "second": [[16, 56], [16]],
         "third": [[144, 148, 152, 156, 160], [0]],
@@ -357,7 +355,7 @@ def test_a_message_by_hand() -> None:
 
 @pytest.mark.parametrize(("row_bytes", "is_in_order"), [(16, True), (256, True), (12, False)])
 def test_rows_without_gaps_need_no_places(row_bytes: int, is_in_order: bool) -> None:
-    """One group whose rows fill 16 bytes lies in its message row after row. Fails if _with_message_places says so of
-    rows that were padded."""
+    """Rows of one group that fill 16 bytes are contiguous in their message. Fails if _with_message_places takes padded
+    rows for contiguous."""
     _, (travel,) = _lay_out([travel_list([[3, 0, 2], [0, 0, 1]])], [row_bytes])
     assert (travel.in_message(0) is None) == is_in_order

@@ -33,17 +33,17 @@ def in_order(occurrences: Occurrences, gradient: torch.Tensor, num_rows: int) ->
 @pytest.mark.parametrize("one_each", [True, False])
 @pytest.mark.parametrize("num_samples", [0, 1, 300])
 def test_against_torch(dtype: torch.dtype, one_each: bool, num_samples: int) -> None:
-    """Two features of different dims side by side; forward up to rounding, gradients to the bit, for any threads."""
+    """Two features of different dims side by side. Forward agrees up to rounding, gradients to the bit."""
     torch.manual_seed(0)
     features = [drawn(num_samples, num_rows, one_each, dtype) for num_rows in (20, 7)]
     arrays = [torch.randn(20, 33, dtype=dtype), torch.randn(7, 5, dtype=dtype)]
     gradient = torch.randn(num_samples, 38, dtype=dtype)
     expected = []
-    for of, rows in zip(features, arrays, strict=True):
+    for occurrences, rows in zip(features, arrays, strict=True):
         padded = torch.cat([rows, torch.zeros(1, rows.shape[1], dtype=dtype)])
-        offsets = torch.arange(num_samples + 1) if of.offsets is None else of.offsets
-        options = {"mode": "sum", "include_last_offset": True, "per_sample_weights": of.weights}
-        expected.append(F.embedding_bag(of.index, padded, offsets, **options))
+        offsets = torch.arange(num_samples + 1) if occurrences.offsets is None else occurrences.offsets
+        options = {"mode": "sum", "include_last_offset": True, "per_sample_weights": occurrences.weights}
+        expected.append(F.embedding_bag(occurrences.index, padded, offsets, **options))
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3):
@@ -52,15 +52,15 @@ def test_against_torch(dtype: torch.dtype, one_each: bool, num_samples: int) -> 
             pooled = pool(features, trained)
             torch.testing.assert_close(pooled, torch.cat(expected, dim=1))
             pooled.backward(gradient)
-            for of, rows, of_feature in zip(features, trained, gradient.split([33, 5], dim=1), strict=True):
-                assert torch.equal(rows.grad, in_order(of, of_feature, len(rows)))
+            for occurrences, rows, columns in zip(features, trained, gradient.split([33, 5], dim=1), strict=True):
+                assert torch.equal(rows.grad, in_order(occurrences, columns, len(rows)))
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.sum(), lambda p: p.t().contiguous().t().square().sum()])
 def test_gradients_of_any_layout(make) -> None:
-    """An expanded gradient has no strides to speak of, a transposed one the wrong ones."""
+    """The gradient is expanded, with strides of 0, or transposed."""
     index = torch.tensor([0, 2, 2, 3])
     rows, other = (torch.arange(6.0).view(3, 2).requires_grad_() for _ in range(2))
     make(pool([Occurrences(index)], [rows])).backward()
@@ -76,7 +76,7 @@ def test_large_output_may_be_changed_in_place() -> None:
     assert rows.grad[:, 0].tolist() == [len(index) / 2, 0]
 
 
-def test_frozen_rows_beside_a_trained_one() -> None:
+def test_frozen_and_trained_rows_together() -> None:
     frozen, trained = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
     pool([Occurrences(torch.tensor([0, 1]))] * 2, [frozen, trained]).sum().backward()
     assert frozen.grad is None

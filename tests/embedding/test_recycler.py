@@ -1,4 +1,4 @@
-"""Large memory that is used again. Fails if Recycler.empty gives memory back while a part of it is in use."""
+"""Large memory that is reused. Fails if Recycler.empty reuses memory of which a part is in use."""
 
 import gc
 import subprocess
@@ -9,7 +9,7 @@ import torch
 from nestpipe.embedding.recycler import LARGE_BYTES, Recycler
 
 
-def test_memory_is_used_again_only_when_free() -> None:
+def test_memory_is_reused_only_when_free() -> None:
     recycler, shape = Recycler(), (LARGE_BYTES // 4, 2)
     first = recycler.empty(shape, torch.float32)
     part, address = first[5:9], first.data_ptr()
@@ -40,5 +40,5 @@ assert float(mine[0]) == 1.0
 
 
 def test_recycled_memory_is_not_shared_with_forked_processes() -> None:
-    """Fails if the Recycler maps shared memory, which mmap does by itself."""
+    """Fails if the Recycler maps shared memory, which is mmap's default."""
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=50)

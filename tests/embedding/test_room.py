@@ -1,6 +1,6 @@
-"""A table that outgrows what a table can have on one rank: found before the dense step, on all ranks.
+"""A table that outgrows its limit on one rank is detected before the dense step, on all ranks.
 
-Fails if room_error passes over tables without max_rows: the native store then refuses, after the dense step.
+Fails if room_error skips tables without max_rows: the native store then refuses, after the dense step.
 """
 
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nestpipe import World
-from nestpipe.embedding import group as of_product
+from nestpipe.embedding import group as group_module
 from nestpipe.embedding.resident import ResidentRows, room_error
 from nestpipe.embedding.table import Pooled, Table
 from nestpipe.store import HostStore
@@ -22,14 +22,14 @@ LIMIT = 20
 
 
 def run_into_the_limit(world: World, schedule: str) -> tuple[str, str, float, bool, int]:
-    """On the last rank alone a table can have no more than LIMIT rows."""
+    """Trains with tables that can have at most LIMIT rows on the last rank."""
     case = Case("adagrad", "pooled_sum", 2, steps=6, schedule=schedule)
     batches = share_of(global_batches(case.steps), world)
     trainer, expected = make_trainer(world, case), make_trainer(world, case)
-    limit = LIMIT if world.rank == world.size - 1 else of_product.MOST_ROWS
+    limit = LIMIT if world.rank == world.size - 1 else group_module.MOST_ROWS
     started = time.perf_counter()
     raised: Exception = AssertionError("nothing was raised")
-    with patch.object(of_product, "MOST_ROWS", limit):
+    with patch.object(group_module, "MOST_ROWS", limit):
         try:
             trainer.fit(batches)
         except Exception as error:
@@ -42,7 +42,7 @@ def run_into_the_limit(world: World, schedule: str) -> tuple[str, str, float, bo
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_step_is_applied_in_part(schedule: str, size: int) -> None:
-    """The digest has the dense parameters and the dense optimizer's state in it."""
+    """The digest includes the dense parameters and the dense optimizer's state."""
     for rank, (name, message, seconds, unchanged, num_steps) in enumerate(on_ranks(size, run_into_the_limit, schedule)):
         assert name == ("ValueError" if rank == size - 1 else "RankError")
         assert f"rows on this rank, more than the {LIMIT} that a table can have on one rank" in message
@@ -53,16 +53,16 @@ def test_no_step_is_applied_in_part(schedule: str, size: int) -> None:
 
 
 def resident(tables: list[Table], *keys: Tensor) -> list[ResidentRows]:
-    """Of one group: the keys of each table, in order of name."""
-    (group,) = of_product.group_features({table.name: Pooled(table) for table in tables}).groups
+    """Returns resident rows of one group, with the keys of each table in order of name."""
+    (group,) = group_module.group_features({table.name: Pooled(table) for table in tables}).groups
     num_keys = sum(map(len, keys))
     offsets = torch.tensor([0, *map(len, keys)]).cumsum(0)
-    found = torch.ones(num_keys, dtype=torch.bool)
-    return [ResidentRows(group, torch.cat(keys), offsets, torch.zeros(num_keys, group.dim), found)]
+    is_stored = torch.ones(num_keys, dtype=torch.bool)
+    return [ResidentRows(group, torch.cat(keys), offsets, torch.zeros(num_keys, group.dim), is_stored)]
 
 
 def store_of(tables: list[Table]) -> HostStore:
-    """Each table has 50 rows."""
+    """Returns a store whose tables have 50 rows each."""
     store = HostStore()
     for table in tables:
         store.create_table(table.spec(seed=0))
@@ -72,19 +72,19 @@ def store_of(tables: list[Table]) -> HostStore:
 
 @pytest.mark.parametrize("max_rows", [None, 100])
 def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table has 50 rows, and the batch before this one is not written back yet.
+    """A table has 50 rows, and the previous batch is not written back yet.
 
-    Fails if room_error does not count the batch before, or counts a key that has a row, or one that is in both batches.
+    Fails if room_error ignores the previous batch, counts a key that has a row, or counts a key of both batches twice.
     """
-    monkeypatch.setattr(of_product, "MOST_ROWS", 100)
+    monkeypatch.setattr(group_module, "MOST_ROWS", 100)
     tables = [Table("item", 2, max_rows=max_rows)]
     store = store_of(tables)
     looked_up: list[int] = []
     find = store.find
     monkeypatch.setattr(store, "find", lambda name, keys: looked_up.append(len(keys)) or find(name, keys))
 
-    def error_of(here: Tensor, before: Tensor) -> str:
-        return str(room_error(resident(tables, here), resident(tables, before), store))
+    def error_of(keys: Tensor, previous: Tensor) -> str:
+        return str(room_error(resident(tables, keys), resident(tables, previous), store))
 
     assert error_of(torch.arange(50, 75), torch.arange(75, 100)) == "None"
     assert looked_up == []
@@ -96,8 +96,8 @@ def test_keys_are_looked_up_only_near_the_limit(max_rows: int | None, monkeypatc
     assert room_error(resident(frozen, torch.arange(200)), [], store) is None
 
 
-def test_every_table_of_a_group_has_room_of_its_own() -> None:
-    """Fails if room_error adds up the tables of a group, or takes the first one's max_rows for all."""
+def test_every_table_of_a_group_has_its_own_limit() -> None:
+    """Fails if room_error adds up the tables of a group, or uses the first one's max_rows for all."""
     tables = [Table("a", 2), Table("b", 2, max_rows=60), Table("c", 2, max_rows=80)]
     store, none = store_of(tables), torch.empty(0, dtype=torch.int64)
 

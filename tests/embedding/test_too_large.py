@@ -16,7 +16,7 @@ from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.plan import WINDOWS
-from nestpipe.pipelining.finite import NonFiniteError
+from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import init
@@ -49,7 +49,7 @@ def make_batches() -> list[Batch]:
 def digests(
     world: World, options: dict[str, object], scales: dict[str, float], at_step: int | None, steps: int
 ) -> tuple[list[str], str]:
-    """Trains with gradients that add up to 1, or in one step to these scales; returns digests and what was raised."""
+    """Trains with gradients that add up to 1, or in one step to these scales. Returns digests and the error's text."""
     raised = ""
     pipeline = Pipeline(FEATURES, make_batches()[:steps], world=world, clustering=GIVEN_ORDER, seed=3, **options)
     try:
@@ -59,7 +59,7 @@ def digests(
                     for name, value in micro_batch.embeddings.items():
                         assert isinstance(value, torch.Tensor)
                         scale = scales[name] if step.number == at_step else 1.0
-                        (value[:, 0].sum() * (scale / 2)).backward()  # of each sample, half
+                        (value[:, 0].sum() * (scale / 2)).backward()  # half from each sample
                 step.update_rows()
     except NonFiniteError as error:
         raised = str(error)
@@ -67,28 +67,28 @@ def digests(
 
 
 def outcomes(world: World) -> list[tuple[str, str, int, str, bool, bool]]:
-    """Of every schedule, window and table: what is raised below and above, and whether rows changed."""
-    found = []
+    """Returns, for every schedule, window and table, the error below and above the limit and whether rows changed."""
+    results = []
     is_last = world.rank == world.size - 1
     for schedule, window, num_micro_batches in product(SCHEDULES, WINDOWS, (1, 2)):
         options = {"schedule": schedule, "window": window, "num_micro_batches": num_micro_batches}
         before, _ = digests(world, options, {}, None, 1)
         below = {table.name: limits(table, world.size)[0] for table in TABLES}
         after, raised = digests(world, options, below, 1, 2)
-        found.append((schedule, window, num_micro_batches, raised, after == before, True))
+        results.append((schedule, window, num_micro_batches, raised, after == before, True))
         for table in TABLES:
             above = below | ({table.name: -limits(table, world.size)[1]} if is_last else {})
             after, raised = digests(world, options, above, 1, 3)
-            found.append((schedule, window, num_micro_batches, raised, after == before, False))
-    return found
+            results.append((schedule, window, num_micro_batches, raised, after == before, False))
+    return results
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_too_large_a_sum(size: int) -> None:
-    """In one table of one rank, in the second of three steps; on a table of a group, and on one of its own."""
-    for of_rank in on_ranks(size, outcomes):
-        assert len(of_rank) == len(SCHEDULES) * len(WINDOWS) * 2 * (1 + len(TABLES))
-        for *options, raised, is_unchanged, is_below in of_rank:
+    """A sum is too large in one table of one rank, in the second of three steps."""
+    for results in on_ranks(size, outcomes):
+        assert len(results) == len(SCHEDULES) * len(WINDOWS) * 2 * (1 + len(TABLES))
+        for *options, raised, is_unchanged, is_below in results:
             what = f"{options}: {raised}"
             if is_below:
                 assert raised == "", what
@@ -101,7 +101,7 @@ def test_too_large_a_sum(size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 1536])
 def test_sums_below_the_limit_add_up(dtype: torch.dtype, size: int) -> None:
-    """Of all ranks, in any order, and with room for rounding."""
+    """The sum over all ranks stays finite, with room for rounding."""
     edge = torch.tensor(sum_limit(dtype, size), dtype=dtype)
     total = torch.zeros((), dtype=dtype)
     for _ in range(size):

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, with channels between them: as much of a world as routing and exchanges need.
+"""Ranks that are threads of this process, with the channels that routing and exchanges need.
 
 A rank that fails breaks the barrier, so that the others end too.
 """
@@ -15,7 +15,7 @@ from nestpipe.distributed import Channel
 
 
 class Meeting:
-    """Where the ranks lay down what they send, and pick up what is for them."""
+    """Exchanges values between all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,13 +25,13 @@ class Meeting:
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.table[rank] = value
         self.barrier.wait()
-        found = list(self.table)
+        values = list(self.table)
         self.barrier.wait()
-        return found
+        return values
 
 
 class ThreadChannel:
-    """One rank's end. Refuses messages whose receiver expects another size than the sender sends."""
+    """Channel of one rank. Fails if sender and receiver expect different sizes."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank
@@ -51,14 +51,14 @@ class ThreadChannel:
     ) -> None:
         assert sum(send_bytes) == len(message)
         parts = self._meeting.exchange(self.rank, message.clone().split(send_bytes))
-        mine = [of_rank[self.rank] for of_rank in parts]
+        mine = [rank_parts[self.rank] for rank_parts in parts]
         assert [len(part) for part in mine] == receive_bytes
         torch.cat(mine, out=received)
         meanwhile()
 
 
 def on_threads(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """[function(channel, *arguments) of rank 0, 1, ...]"""
+    """Returns function(channel, *arguments) of each rank."""
     meeting = Meeting(size)
 
     def run(rank: int) -> Any:

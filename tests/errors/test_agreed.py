@@ -1,7 +1,7 @@
-"""Errors that all ranks hear of at the same step: each rank raises, nothing of the step stays, and fit works again.
+"""Errors that all ranks learn of at the same step: each rank raises, nothing of the step stays, and fit works again.
 
-Fails, for example, if Stages.prefetch raises instead of keeping the error (the other rank then waits until it hears of
-a failure), or if _HostAgreement.finish heeds the flag of its own rank only.
+Fails, for example, if Stages.prefetch raises instead of keeping the error (the other rank then waits until it reads of
+a failure), or if _HostAgreement.finish looks only at its own rank's flag.
 """
 
 import time
@@ -55,14 +55,15 @@ def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
 
 
 def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, float, bool, int]:
-    """What was raised, its text, after how long; whether rows are as after the last good step; steps in the end."""
+    """Returns the error's type, its text, the time it took, whether rows are as after the last good step, and the steps
+    in the end."""
     case = replace(CASE, schedule=schedule)
     batches = share_of(global_batches(CASE.steps), world)
     bad_rank = world.size - 1
     expected = make_trainer(world, CASE)
     expected.fit(batches[:BAD_STEP])
     trainer = make_trainer(world, case)
-    spoils = kind == "dense_nan" and world.rank == bad_rank  # in a dense gradient: no row carries it to the other rank
+    spoils = kind == "dense_nan" and world.rank == bad_rank  # a dense gradient: no row carries it to the other rank
     hook = trainer.model.second.register_hook(
         lambda g: g * float("nan") if spoils and trainer.num_steps == BAD_STEP else g
     )
@@ -146,7 +147,7 @@ def test_models_that_return_no_sum(size: int, check_split: bool, kind: str) -> N
 
 
 class MeanModel(torch.nn.Module):
-    """Returns the mean of the samples' losses."""
+    """Returns the mean of the samples' losses, not their sum."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ def test_model_that_returns_a_mean(size: int) -> None:
 
 
 def run_out_of_rows(world: World, schedule: str) -> tuple[str, str, float, bool, int]:
-    """Rank 1 of two, or the only one, may have no more than 20 item rows."""
+    """Trains with at most 20 item rows on the last rank."""
     bad = world.rank == world.size - 1
 
     def trainer_with_room(max_rows: int | None) -> Trainer:
@@ -211,7 +212,7 @@ def run_out_of_rows(world: World, schedule: str) -> tuple[str, str, float, bool,
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
 def test_max_rows_reached(schedule: str, size: int) -> None:
-    """Fails if retrieve does not ask room_error: the native store refuses too, but after the dense optimizer's step."""
+    """Fails if retrieve does not call room_error: the native store refuses too, but after the dense step."""
     results = on_ranks(size, run_out_of_rows, schedule)
     for rank, (name, message, seconds, unchanged, num_steps) in enumerate(results):
         assert name == ("ValueError" if rank == size - 1 else "RankError")

@@ -1,7 +1,7 @@
-"""What a program of one's own ends with after another rank has failed: its traceback, and code 1.
+"""After another rank has failed, a user's own program ends with its traceback and code 1.
 
-Fails if link._end_links does not call Link.end: a lane then sits in a collective while the interpreter ends, comes back
-when the other rank's connections close, and aborts the process.
+Fails if link._end_links does not call Link.end: a lane is then in a collective while the interpreter shuts down,
+returns when the other rank's connections close, and aborts the process.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 
 class SlowToEnd:
     def __del__(self, sleep=time.sleep):
-        sleep(3)  # within the end of the interpreter, when threads can no longer return to it
+        sleep(3)  # during the shutdown of the interpreter, when threads can no longer return to it
 
 torch.set_num_threads(1)
 world = World.from_environment(timeout_seconds=10.0)
@@ -45,8 +45,8 @@ except RankError:
 
 
 @pytest.mark.slow
-def test_a_program_of_ones_own() -> None:
-    """On 0.1 rank 0 ends with -6: terminate called without an active exception."""
+def test_a_users_own_program() -> None:
+    """In version 0.1 rank 0 ended with -6: terminate called without an active exception."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}

@@ -1,7 +1,7 @@
-"""A rank that raises in the middle of a step, is killed, interrupted, stopped, or hangs: every other rank says so, in
+"""A rank that raises in the middle of a step, is killed, interrupted, stopped, or hangs: every other rank reports it in
 time.
 
-Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._judge_silence or _judge_stall does not
+Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._check_silence or _check_stall does not
 publish.
 """
 
@@ -41,7 +41,7 @@ def misbehave(kind: str) -> None:
 
 
 def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[str, str, float, str]:
-    """What was raised, its text, how long after the last good step, and what a second fit then says."""
+    """Returns the error's type, its text, the time after the last good step, and the error of a second fit."""
     world.watch.timeout_seconds = TIMEOUT_SECONDS
     world.watch.stall_seconds = STALL_SECONDS
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
@@ -78,7 +78,7 @@ CASES = {
     "hangs": (None, "no progress for . s, it hangs .step 3, in forward and backward.", STALL_SECONDS + 5),
     "stopped": (None, "no sign of life for . s: it is stopped, or cut off", TIMEOUT_SECONDS + 3),
 }
-"""by kind: the bad rank's own error, what others say of it, and within how many seconds"""
+"""By kind: the bad rank's own error, the text on other ranks, and the longest time in seconds."""
 HOLDER_STOPPED = "it holds the ranks' store, which has not answered for . s: that process is stopped, or cut off"
 
 
@@ -91,8 +91,8 @@ HOLDER_STOPPED = "it holds the ranks' store, which has not answered for . s: tha
         *(pytest.param(kind, 2, r, marks=pytest.mark.slow) for r in (1, 0) for kind in CASES),
     ],
 )
-def test_every_rank_says_so(schedule: str, kind: str, size: int, bad_rank: int) -> None:
-    """On 0.1, with rank 0 stopped, the others wait for ever: it holds the store that they ask."""
+def test_every_rank_reports_it(schedule: str, kind: str, size: int, bad_rank: int) -> None:
+    """Rank 0 holds the store: in version 0.1 the others waited for ever when it was stopped."""
     own_error, text, most_seconds = CASES[kind]
     if kind == "stopped" and bad_rank == 0:
         text = HOLDER_STOPPED
@@ -110,8 +110,8 @@ def test_every_rank_says_so(schedule: str, kind: str, size: int, bad_rank: int) 
             assert message.startswith(f"step {BAD_STEP}, in ")
 
 
-def interrupt_beside_a_stopped_holder(world: World) -> tuple[str, float]:
-    """Rank 0 holds the store, and stops; rank 1 gets a Ctrl-C long before its timeout."""
+def interrupt_while_the_holder_is_stopped(world: World) -> tuple[str, float]:
+    """Stops rank 0, which holds the store. Rank 1 gets a Ctrl-C long before its timeout."""
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -126,14 +126,14 @@ def interrupt_beside_a_stopped_holder(world: World) -> tuple[str, float]:
 
 
 def test_interrupted_while_the_store_is_dead() -> None:
-    """Fails if Watch.report waits for the store without a limit. On 0.1 the main thread is deaf inside a request."""
-    ((name, seconds),) = run_fragile_ranks(2, interrupt_beside_a_stopped_holder, num_results=1).values()
+    """Fails if Watch.report waits for the store without a limit."""
+    ((name, seconds),) = run_fragile_ranks(2, interrupt_while_the_holder_is_stopped, num_results=1).values()
     assert name == "KeyboardInterrupt"
     assert seconds < 8
 
 
 def interrupt_the_final_drain(world: World) -> tuple[str, str, float]:
-    """Rank 1 gets a Ctrl-C while a write-back that takes long is all that is left."""
+    """Sends a Ctrl-C to rank 1 while only a long write-back is left to do."""
     trainer = make_trainer(world, replace(CASE, schedule="inter"))
     write_back = Stages.write_back
 
@@ -155,7 +155,7 @@ def interrupt_the_final_drain(world: World) -> tuple[str, str, float]:
 
 
 def test_interrupted_in_the_final_drain() -> None:
-    """Fails if Pipeline._end settles after a Ctrl-C: it joins a lane that may wait for others. So it does on 0.1."""
+    """Fails if Pipeline._end settles after a Ctrl-C: it joins a lane that may wait for other ranks."""
     results = run_fragile_ranks(2, interrupt_the_final_drain, num_results=2)
     assert results[1][0] == "KeyboardInterrupt"
     assert "rank 1 failed: it was interrupted (Ctrl-C)" in results[0][1]

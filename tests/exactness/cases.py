@@ -1,4 +1,4 @@
-"""Training runs for the exactness tests: features, data, a model, row optimizers, and the same in plain torch."""
+"""Training runs for the exactness tests: features, data, a model, row optimizers, and the same in plain PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ GLOBAL_BATCH = 24
 
 
 class Momentum(RowOptimizer):
-    """A row optimizer of a user's own."""
+    """A user's own row optimizer."""
 
     def state_width(self, dim: int) -> int:
         return dim
@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "own": lambda: Momentum(0.1),
 }
 SLOW_DECAY = {"adam_slow_decay": lambda: Adam(0.05, betas=(0.9, 0.999999))}
-"""a beta2 so near 1 that 1 - beta2 has few correct digits in float32"""
+"""A beta2 so near 1 that 1 - beta2 has few correct digits in float32."""
 LAYOUTS = ("pooled_sum", "pooled_mean", "sequence", "shared")
 
 
@@ -54,9 +54,9 @@ class Case:
     steps: int = STEPS
     schedule: str = "serial"
     method: str = "spectral"
-    """of clustering"""
+    """Method of clustering."""
     dtype: torch.dtype = torch.float64
-    """of the tables; the dense model is float64"""
+    """dtype of the tables; the dense model is float64."""
 
 
 def features_of(case: Case) -> dict[str, Feature]:
@@ -73,7 +73,7 @@ def features_of(case: Case) -> dict[str, Feature]:
 
 
 def global_batches(steps: int) -> list[Batch]:
-    """Ragged lists with repeats, empty ones among them; per-key weights; padding keys."""
+    """Returns batches with ragged lists, some of them empty, repeated keys, per-key weights and padding."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for _ in range(steps):
@@ -106,8 +106,8 @@ class SmallModel(nn.Module):
         parts = []
         for value in embeddings.values():
             if not isinstance(value, Tensor):  # a sequence: position-weighted sum, so that order matters
-                places = torch.arange(1, 5, dtype=torch.float64, device=value.rows.device)
-                value = (value.padded(4) * places[:, None]).sum(1)
+                positions = torch.arange(1, 5, dtype=torch.float64, device=value.rows.device)
+                value = (value.padded(4) * positions[:, None]).sum(1)
             parts.append(value)
         return self.dense(parts, inputs["label"])
 
@@ -130,27 +130,27 @@ def make_trainer(world: World | None, case: Case) -> Trainer:
 
 
 def on_ranks(size: int, function, *arguments, timeout: float = 50, device: str = "cpu") -> list:
-    """[function(world, *arguments) of rank 0, 1, ...]; a world of one in this process."""
+    """Returns function(world, *arguments) of each rank. A world of one runs in this process."""
     if size == 1:
         return [function(World(device=device), *arguments)]
     return run_ranks(size, function, *arguments, timeout=timeout, device=device)
 
 
 def make_pipeline(world: World, case: Case, batches: list[Batch]) -> Pipeline:
-    """For a loop of one's own."""
+    """Returns a pipeline for a user's own loop."""
     options = {"schedule": case.schedule, "num_micro_batches": case.num_micro_batches, "window": case.window}
     clustering = Clustering(case.method)
     return Pipeline(features_of(case), batches, world=world, clustering=clustering, seed=3, **options)
 
 
 def share_of(batches: list[Batch], world: World) -> list[Batch]:
-    """Rank r's part of each global batch; ranks get unequal parts."""
+    """Returns this rank's part of each global batch. Ranks get unequal parts."""
     bounds = [round(len(batches[0]) * (r / world.size) ** 1.3) for r in range(world.size + 1)]
     return [batch[bounds[world.rank] : bounds[world.rank + 1]] for batch in batches]
 
 
 def train(world: World, case: Case) -> tuple[str, list[float], dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """Digest, losses, dense parameters, and this rank's rows of each table as (keys, rows)."""
+    """Returns the digest, losses, dense parameters, and this rank's keys and rows of each table."""
     trainer = make_trainer(world, case)
     result = trainer.fit(share_of(global_batches(case.steps), world))
     rows = {}
@@ -162,8 +162,7 @@ def train(world: World, case: Case) -> tuple[str, list[float], dict[str, Tensor]
 
 
 class PlainTorch:
-    """The same training in one process with nn.Embedding and torch's optimizers: shares nothing with the package but
-    the initial rows."""
+    """The same training in one process with plain PyTorch. It shares only the initial rows with the package."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

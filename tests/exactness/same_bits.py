@@ -1,9 +1,10 @@
-"""Prints the digest of a matrix of small training runs, a line each.
+"""Prints the digests of a matrix of small training runs, one per line.
 
-A change that must not alter numbers is checked by running this on the commits before and after it, on one machine, and
-comparing the outputs: `python -m tests.exactness.same_bits > FILE`. It uses the public API alone, so that it runs on
-any commit. Ranks 1, 2 and 3; every row optimizer and one of a user's own; 1 and 4 micro-batches; pooled, sequence and
-shared features; every clustering; both dtypes. Clipping, schedule and window take turns.
+To check that a change does not alter numbers, run this before and after it on one machine and compare the outputs:
+`python -m tests.exactness.same_bits > FILE`. It uses only the public API, so that it runs on any commit.
+
+The matrix has 1, 2 and 3 ranks; every row optimizer and a user's own; 1 and 4 micro-batches; pooled, sequence and
+shared features; every clustering; both dtypes. Clipping, schedule and window alternate.
 """
 
 import itertools
@@ -28,7 +29,7 @@ HUGE_KEYS = (-(2**63), 2**63 - 1, -1, 2**53 + 1)
 
 
 class Momentum(nestpipe.optim.RowOptimizer):
-    """A row optimizer of a user's own."""
+    """A user's own row optimizer."""
 
     def state_width(self, dim: int) -> int:
         return dim
@@ -75,7 +76,7 @@ def runs() -> Iterator[Run]:
 
 
 def features_of(run: Run) -> dict[str, Pooled | Sequence]:
-    """Tables of several dims and hyperparameters, so that some can be handled together and others not."""
+    """Returns features with tables of several dims and hyperparameters, some of which form groups."""
     make, init = OPTIMIZERS[run.optimizer], nestpipe.init
     shared, kind = make(), {"dtype": run.dtype}
     tables = [
@@ -88,17 +89,19 @@ def features_of(run: Run) -> dict[str, Pooled | Sequence]:
         Table("theta", 5, init=init.Normal(0.1), optimizer=optim.SGD(0.2), **kind),
     ]
     if run.layout == "pooled":
-        made = [Pooled(t, ("sum", "mean")[i % 2], padding_key=7 if i % 3 == 0 else None) for i, t in enumerate(tables)]
+        features = [
+            Pooled(t, ("sum", "mean")[i % 2], padding_key=7 if i % 3 == 0 else None) for i, t in enumerate(tables)
+        ]
     elif run.layout == "sequence":
-        made = [Sequence(t, padding_key=7 if i % 3 == 0 else None) for i, t in enumerate(tables)]
+        features = [Sequence(t, padding_key=7 if i % 3 == 0 else None) for i, t in enumerate(tables)]
     else:
         chosen = [tables[i] for i in (0, 2, 0, 1, 2, 0, 5, 4)]
-        made = [(Sequence if i % 3 == 1 else Pooled)(t) for i, t in enumerate(chosen)]
-    return {f"f{i}": feature for i, feature in enumerate(made)}
+        features = [(Sequence if i % 3 == 1 else Pooled)(t) for i, t in enumerate(chosen)]
+    return {f"f{i}": feature for i, feature in enumerate(features)}
 
 
 def batches_of(run: Run, rank: int) -> list[Batch]:
-    """Skewed keys, some shared between batches; empty batches; ranks that end early; huge keys."""
+    """Returns batches with skewed keys, shared keys and huge keys. Some batches are empty, and some ranks end early."""
     features = features_of(run)
     batches = []
     for step in range(NUM_STEPS - (1 if rank == 1 else 0)):
@@ -119,7 +122,7 @@ def batches_of(run: Run, rank: int) -> list[Batch]:
 
 
 class Model(nn.Module):
-    """Reads every feature on its own, in an order of its own."""
+    """Reads every feature separately, in reverse order of name."""
 
     def __init__(self, dims: dict[str, int]) -> None:
         super().__init__()
@@ -171,9 +174,9 @@ def train_all(world: nestpipe.World) -> list[str]:
 def main() -> None:
     lines = {1: train_all(nestpipe.World())}
     for ranks in (2, 3):
-        of_ranks = run_ranks(ranks, train_all, timeout=1200)
-        assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
-        lines[ranks] = of_ranks[0]
+        results = run_ranks(ranks, train_all, timeout=1200)
+        assert all(result == results[0] for result in results)
+        lines[ranks] = results[0]
     for run in runs():
         print(*run, lines[run.ranks].pop(0))
     sys.stdout.flush()

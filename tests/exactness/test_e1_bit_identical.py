@@ -1,8 +1,8 @@
 """E1: runs repeat to the bit; every schedule and both windows give the same bits, at 1 to 4 ranks, on hostile streams.
 
-Fails, for example, if _Requester.collect returns its sums also where gradients are resent; if
-route_keys ends the run when the first rank, instead of the last, is out of data; if sync_overlap leaves out the row
-state, or `leaving` some of the rows that leave; if the host lane retrieves b + 1 before it writes b - 1 back.
+Fails, for example, if _Requester.collect returns its sums in window "resend", if route_keys ends the run when the first
+rank, instead of the last, is out of data, if sync_overlap leaves out the row state, if `leaving` omits slots, or if the
+host lane retrieves b + 1 before it writes b - 1 back.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.streams import key_streams
 
 
 def digests(world: World, case: Case) -> list[str]:
-    """Serial twice, then every other schedule, each in both windows."""
+    """Returns the digests of serial, and of every schedule in both windows."""
     runs = [case, *(replace(case, schedule=s, window=w) for s in SCHEDULES for w in WINDOWS)]
     return [train(world, run)[0] for run in runs]
 
@@ -34,17 +34,17 @@ THREE = pytest.param(3, ADAM, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("size", "case"), [(1, ADAM), (2, ADAGRAD), THREE, (4, ADAGRAD)], ids=str)
 def test_runs_repeat_and_windows_agree(size: int, case: Case) -> None:
-    assert len({digest for of_rank in on_ranks(size, digests, case) for digest in of_rank}) == 1
+    assert len({digest for results in on_ranks(size, digests, case) for digest in results}) == 1
 
 
 def stream_batches(stream: str, world: World) -> list[Batch]:
-    """The stream's keys, dealt out to the ranks; rank 1 has no data at all in "one_rank_empty"."""
-    keys_of_batches = key_streams()["random" if stream == "one_rank_empty" else stream]
+    """Returns this rank's share of a stream. Rank 1 has no data in "one_rank_empty"."""
+    batch_keys = key_streams()["random" if stream == "one_rank_empty" else stream]
     if stream == "one_rank_empty" and world.rank == 1:
         return []
     if stream == "ragged_end" and world.rank > 0:
-        keys_of_batches = keys_of_batches[: -world.rank]
-    return [keys_batch(keys[world.rank :: world.size].contiguous()) for keys in keys_of_batches]
+        batch_keys = batch_keys[: -world.rank]
+    return [keys_batch(keys[world.rank :: world.size].contiguous()) for keys in batch_keys]
 
 
 def keys_batch(keys: torch.Tensor) -> Batch:
@@ -64,20 +64,20 @@ NUM_MICRO_BATCHES = (1, 2, 5, 8)
 
 
 def runs_of(case: Case) -> list[Case]:
-    """The oracle first, then all that must end as it does; rows are resent where exchanges run beside dense compute."""
+    """Returns the serial run, then all that must have its result. Windowed schedules also resend rows."""
     once = [replace(case, schedule=s) for s in SCHEDULES]
     return [*once, *(replace(case, schedule=s, window="resend") for s in WINDOWED)]
 
 
 def some_of(case: Case, number: int) -> list[Case]:
-    """The oracle and every other schedule, in one window each."""
+    """Returns the serial run, and every other schedule in one window each."""
     others = [s for s in SCHEDULES if s != "serial"]
     windows = [WINDOWS[(number + i) % 2] for i in range(len(others))]
     return [case, *(replace(case, schedule=s, window=w) for s, w in zip(others, windows, strict=True))]
 
 
 def train_some(world: World, optimizer: str, first: int) -> list[tuple[str, list[tuple[str, int, int]]]]:
-    """Each stream, with another number of micro-batches, window and clustering than the stream before."""
+    """Trains on each stream, with other micro-batches, window and clustering than on the previous one."""
     results = []
     for number, stream in enumerate(STREAMS, start=first):
         case = Case(optimizer, "shared", NUM_MICRO_BATCHES[number % 4], method=CLUSTER_METHODS[number % 3])
@@ -86,7 +86,7 @@ def train_some(world: World, optimizer: str, first: int) -> list[tuple[str, list
 
 
 def train_all(world: World, optimizer: str, num_micro_batches: int) -> list[tuple[str, list[tuple[str, int, int]]]]:
-    """Each stream once, with another window and clustering than the stream before."""
+    """Trains on each stream, with another window and clustering than on the previous one."""
     results = []
     for number, stream in enumerate(STREAMS):
         case = Case(optimizer, "shared", num_micro_batches, method=CLUSTER_METHODS[number % 3])
@@ -115,7 +115,7 @@ SOME = [(1, "adam"), (1, "sgd"), (2, "adagrad"), (3, "rowwise_adagrad"), (4, "ow
     ("size", "optimizer"), [*SOME[:-2], *(pytest.param(*some, marks=pytest.mark.slow) for some in SOME[-2:])]
 )
 def test_streams(size: int, optimizer: str) -> None:
-    """Empty batches, empty ranks, ragged ends: no hang, nothing dropped, the same on every rank in every schedule."""
+    """Streams have empty batches, empty ranks and ragged ends. Nothing is dropped; all ranks and schedules agree."""
     check_streams(on_ranks(size, train_some, optimizer, SOME.index((size, optimizer))))
 
 
@@ -132,11 +132,11 @@ def test_streams_everywhere(size: int, optimizer: str, num_micro_batches: int) -
 @pytest.mark.parametrize("num_micro_batches", [2, 5, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_streams_in_every_way(size: int, num_micro_batches: int, method: str) -> None:
-    """Every schedule, window and clustering, for the row optimizer with most state."""
+    """Covers every schedule, window and clustering, for the row optimizer with most state."""
     check_streams(on_ranks(size, train_every_way, Case("adam", "shared", num_micro_batches, method=method)))
 
 
-BATCHES_OF_RANKS = st.lists(  # for each batch, for each of three ranks, some keys or no batch at all
+RANK_BATCHES = st.lists(  # for each batch and each of three ranks: some keys, or no batch
     st.lists(st.one_of(st.none(), st.lists(st.integers(0, 12), max_size=6)), min_size=3, max_size=3),
     min_size=1,
     max_size=6,
@@ -144,12 +144,12 @@ BATCHES_OF_RANKS = st.lists(  # for each batch, for each of three ranks, some ke
 
 
 def train_drawn(world: World, drawn: list[list[list[list[int] | None]]]) -> list[set[str]]:
-    """For each drawn stream, the digests of all schedules."""
+    """Returns the digests of all schedules, for each drawn stream."""
     results = []
     for stream in drawn:
-        mine = [of_ranks[world.rank] for of_ranks in stream]
+        mine = [batches[world.rank] for batches in stream]
         while mine and mine[-1] is None:
-            mine.pop()  # a rank is out of data, once and for all
+            mine.pop()  # a rank that is out of data stays so
         batches = [keys_batch(torch.tensor(keys or [], dtype=torch.int64)) for keys in mine]
         digests = set()
         for schedule in SCHEDULES:
@@ -161,22 +161,22 @@ def train_drawn(world: World, drawn: list[list[list[list[int] | None]]]) -> list
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(BATCHES_OF_RANKS)
+@given(RANK_BATCHES)
 def test_any_stream_on_one_rank(stream: list[list[list[int] | None]]) -> None:
     (digests,) = train_drawn(World(), [stream])
     assert len(digests) == 1
 
 
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(BATCHES_OF_RANKS, min_size=5, max_size=5))
+@given(st.lists(RANK_BATCHES, min_size=5, max_size=5))
 def test_any_stream_on_three_ranks(streams: list[list[list[list[int] | None]]]) -> None:
     results = run_ranks(3, train_drawn, streams)
-    for of_ranks in zip(*results, strict=True):
-        assert len(set.union(*of_ranks)) == 1
+    for digests in zip(*results, strict=True):
+        assert len(set.union(*digests)) == 1
 
 
 def test_ranks_do_not_matter_for_rows() -> None:
-    """One rank with the whole stream and three with a share each train the same rows, up to rounding."""
+    """One rank with the whole stream and three ranks with a share each train the same rows, up to rounding."""
 
     (alone,) = [rows_of(World(), "random")]
     shared = run_ranks(3, rows_of, "random")

@@ -1,7 +1,7 @@
-"""E2: another number of micro-batches, or another clustering, gives the same rows and parameters up to rounding.
+"""E2: any number of micro-batches and any clustering give the same rows and parameters, up to rounding.
 
 Fails if Trainer divides a micro-batch's loss by its own number of samples, or if Jagged.split gives a part the offsets
-of another one. Rounding is what remains: the digests differ.
+of another one. The digests differ by rounding.
 """
 
 from dataclasses import replace
@@ -23,16 +23,16 @@ def train_splits(world: World, case: Case, splits: list[tuple[int, str]]) -> lis
 
 
 def check(size: int, case: Case, splits: list[tuple[int, str]], timeout: float = 50) -> None:
-    for of_rank in on_ranks(size, train_splits, case, splits, timeout=timeout):
-        digest, losses, dense, rows = of_rank[0]
-        for other in of_rank[1:]:
+    for results in on_ranks(size, train_splits, case, splits, timeout=timeout):
+        digest, losses, dense, rows = results[0]
+        for other in results[1:]:
             assert other[1] == pytest.approx(losses, rel=1e-10)
             for name, expected in dense.items():
                 assert_close(other[2][name], expected)
             for name, (keys, expected) in rows.items():
                 assert other[3][name][0].tolist() == keys.tolist()
                 assert_close(other[3][name][1], expected)
-        assert any(other[0] != digest for other in of_rank[1:])
+        assert any(other[0] != digest for other in results[1:])
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def test_other_splits(schedule: str, size: int, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # eight runs, and up to four ranks on the cores there are
+@pytest.mark.timeout(300)  # eight runs with up to four ranks on few cores
 @pytest.mark.parametrize("schedule", WINDOWED)
 @pytest.mark.parametrize(("size", "layout"), [(1, "sequence"), (2, "shared"), (4, "sequence")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -2,8 +2,8 @@
 
 The tables are float64. Training with float32 tables is then compared with training with float64 tables.
 
-Fails, for example, if _entries_of_slots leaves a requester out, if `_lists` has a key's gradient travel with the
-first micro-batch that uses it instead of the last, or if Trainer divides by the rank's own weight.
+Fails, for example, if _entries_by_slot leaves a requester out, if `_lists` sends a key's gradient with the first
+micro-batch that uses it instead of the last, or if Trainer divides by the rank's own weight.
 """
 
 import itertools
@@ -33,7 +33,7 @@ ALL = [
 
 
 def pairwise(cases: list[tuple[int, Case]]) -> list[tuple[int, Case]]:
-    """A small part of the product in which every pair of values occurs."""
+    """Returns a small part of the product in which every pair of values occurs."""
     chosen, covered = [], set()
     for size, case in cases:
         values = (("r", size), ("o", case.optimizer), ("l", case.layout), ("n", case.num_micro_batches))
@@ -103,14 +103,14 @@ def test_float32_tables_equal_float64_tables_up_to_rounding(optimizer: str, layo
     """Fails if Decay of the native library takes 1 - beta in the rows' dtype: the second moment is then off by 100
     units with Adam's own betas, and by 100,000 with SLOW_DECAY."""
     case = Case(optimizer, layout)
-    expected, found = records_of(case), records_of(replace(case, dtype=torch.float32))
+    expected, rounded = records_of(case), records_of(replace(case, dtype=torch.float32))
     for kind, values in expected.items():
-        assert (found[kind] - values).abs().max() <= FLOAT32_BOUND * values.abs().max(), kind
+        assert (rounded[kind] - values).abs().max() <= FLOAT32_BOUND * values.abs().max(), kind
 
 
 EVERYWHERE = [("serial", *one) for one in ALL] + [("inter", *one) for one in ALL[::3]]
 EVERYWHERE += [("nested", *one) for one in ALL[1::3]]
-"""that the others are serial, bit by bit, is E1's to show"""
+"""E1 shows that all schedules equal serial to the bit, so a part of the cases is enough for the others."""
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """I1: no row changes inside a frozen window, from before the first row is sent to after the last gradient is returned,
 nor until the update.
 
-The host store may change meanwhile: what the batch before leaves behind is written back. Fails if LocalBatch._collect
+The host store may change meanwhile, by the write-back of the previous batch. Fails if LocalBatch._collect
 adds gradients to the resident rows (`self._sums[g] = self._groups[g][1].rows`), or if Stages.sum_gradients updates them
 (`self.update(state, 0, 1.0, None)` at its end).
 """
@@ -18,7 +18,7 @@ from tests.exactness.cases import Case, SmallModel, features_of, global_batches,
 
 
 def hash_of(state: BatchState) -> str:
-    """Of resident rows and their row state."""
+    """Returns a hash of the resident rows and their row state."""
     assert state.resident is not None
     sha = hashlib.sha256()
     for rows in state.resident.groups:
@@ -27,8 +27,8 @@ def hash_of(state: BatchState) -> str:
 
 
 def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], str]]:
-    """For each step: the hashes before its first row was sent, around every exchange and dense part, on whichever
-    lane, after its last gradient was returned, and after all gradients were summed; and the one after its update."""
+    """Returns, for each step, the hashes before its first row was sent, around every exchange and dense part on any
+    lane, after its last gradient was returned and after all gradients were summed; and the hash after its update."""
     case = Case("adagrad", "shared", 4, window, steps=5, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     seen: dict[int, list[str]] = {}
@@ -68,9 +68,9 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
 @pytest.mark.parametrize("window", ["once", "resend"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_are_frozen(schedule: str, window: str, size: int) -> None:
-    for of_rank in on_ranks(size, hashes, schedule, window):
-        assert len(of_rank) == 5
-        for inside, after in of_rank:
+    for steps in on_ranks(size, hashes, schedule, window):
+        assert len(steps) == 5
+        for inside, after in steps:
             assert len(inside) >= 2 + 4 * 4 + 2  # 4 send_rows, 4 return_gradients, sum_gradients: before and after
             assert set(inside) == {inside[0]}
             assert after not in inside

@@ -1,7 +1,7 @@
-"""I2: before the next batch begins, every overlap key has the same row and row state in the resident rows of both.
+"""I2: before the next batch begins, every key of the overlap has the same row and row state in both batches.
 
 Fails if sync_overlap copies rows without their state (`source.rows`, `target.rows`), or if _shared_slots pairs slots
-wrongly (`places[slots].flip(0)`).
+wrongly (`previous_slots[slots].flip(0)`).
 """
 
 import pytest
@@ -15,7 +15,7 @@ STEPS = 6
 
 
 def overlaps(world: World, schedule: str) -> list[int]:
-    """After each update, how many keys the next batch shares with it; their records were compared key by key."""
+    """Compares the records of shared keys after each update. Returns the numbers of shared keys."""
     case = Case("adam", "shared", 2, steps=STEPS, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     counts = []
@@ -29,9 +29,9 @@ def overlaps(world: World, schedule: str) -> list[int]:
             if not following.is_step:
                 continue
             (prefetched,) = following.resident.groups
-            record_of = dict(zip(active.keys.tolist(), active.records.tolist(), strict=True))
-            shared = [i for i, key in enumerate(prefetched.keys.tolist()) if key in record_of]
-            expected = torch.tensor([record_of[int(prefetched.keys[i])] for i in shared], dtype=torch.float64)
+            records = dict(zip(active.keys.tolist(), active.records.tolist(), strict=True))
+            shared = [i for i, key in enumerate(prefetched.keys.tolist()) if key in records]
+            expected = torch.tensor([records[int(prefetched.keys[i])] for i in shared], dtype=torch.float64)
             assert torch.equal(prefetched.records[shared], expected)
             assert prefetched.records.shape[1] == 15  # row and both moments
             counts.append(len(shared))

@@ -1,8 +1,8 @@
-"""I3 and I4: every row that is read in step t has seen exactly the updates of the steps before t.
+"""I3 and I4: every row that is read in step t has exactly the updates of the steps before t.
 
 A row optimizer adds 1 to each row it updates, so that a row is the number of its updates. Fails if the host lane
 retrieves b + 1 before it writes b - 1 back (the test swaps them), if the overlap is not synced (the test leaves it
-out), if rows are shown stale (`stale`), or if `leaving` leaves out a row that leaves (`[1:]`).
+out), if rows are stale (`stale`), or if `leaving` omits a slot (`[1:]`).
 """
 
 import pytest
@@ -32,7 +32,7 @@ class CountUpdates(RowOptimizer):
 
 
 def versions(world: World, stream: str, options: dict) -> list[list[float]]:
-    """For each step, the rows that this rank was shown, in the order of its keys."""
+    """Returns the rows that this rank saw in each step, in the order of its keys."""
     table = Table("item", 1, init=init.Constant(0.0), optimizer=CountUpdates(0.0))
     batches = [
         Batch({"item": Jagged.one_each(keys[world.rank :: world.size].contiguous())}, weight=float(len(keys)))
@@ -72,7 +72,7 @@ def are_right(stream: str, size: int, **options) -> bool:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stream", STREAMS)
-def test_rows_have_seen_all_updates_before(schedule: str, size: int, stream: str) -> None:
+def test_rows_have_all_earlier_updates(schedule: str, size: int, stream: str) -> None:
     assert are_right(stream, size, schedule=schedule)
 
 
@@ -86,7 +86,7 @@ def test_an_overlap_that_is_not_synced_fails(schedule: str, stream: str, monkeyp
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 @pytest.mark.parametrize("stream", WITH_OVERLAP)
 def test_stale_rows_are_one_update_late_and_none_is_lost(schedule: str, stream: str) -> None:
-    """Each overlap row is shown as before the last update; in the end the store has all updates."""
+    """The model sees rows of the overlap as before the last update. In the end the store has all updates."""
     got = versions(World(), stream, {"schedule": schedule, "stale": True})
     right = expected(stream, 1, 0)
     batches = [keys.tolist() for keys in STREAMS[stream] if len(keys)]
@@ -111,7 +111,7 @@ def stale_store(stream: str, schedule: str) -> dict[int, list[float]]:
 
 
 def swapped(*arguments):
-    """write_back(b - 1) and retrieve(b + 1) in the wrong order."""
+    """Yields write_back(b - 1) and retrieve(b + 1) in the wrong order."""
     held = None
     for op in operations(*arguments):
         if op.stage == "write_back":
@@ -125,6 +125,6 @@ def swapped(*arguments):
 
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 def test_swapping_write_back_and_retrieve_fails(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """I12 with it: the memory of b - 1's records is refilled for b + 1 before those that leave were copied out."""
+    """Shows I12 too: the memory of b - 1's records is refilled for b + 1 before they were written back."""
     monkeypatch.setattr(pipeline_module, "operations", swapped)
     assert not are_right("period_2", 1, schedule=schedule)

@@ -13,7 +13,7 @@ from tests.schedules import OUTER
 
 
 def collectives(world: World, schedule: str) -> dict[str, list[str]]:
-    """By channel, the kinds of collectives, in order. Rank 0 has few samples, rank 1 none, rank 2 ends early."""
+    """Returns the kinds of collectives by channel, in order. Rank 0 has few samples, rank 1 none, rank 2 ends early."""
     calls: dict[str, list[str]] = {}
     original = Channel._begin
 

@@ -1,7 +1,7 @@
-"""I6: the owner dedups again, per table; two requesters of one key lose no gradient, (A, 5) and (B, 5) are two keys.
+"""I6: the owner dedups again, per table: no gradient of a key with two requesters is lost, and (A, 5) is not (B, 5).
 
-With tables of one group, and of two. Fails if _exchange_keys dedups all tables of a group together
-(`counts[g].sum(1, keepdim=True)`), or if _entries_of_slots keeps one requester's entries only (`offsets.clamp(max=1)`).
+Tables are in one group, or in two. Fails if _exchange_keys dedups all tables of a group together
+(`counts[g].sum(1, keepdim=True)`), or if _entries_by_slot keeps one requester's entries only (`offsets.clamp(max=1)`).
 """
 
 import pytest
@@ -25,7 +25,7 @@ class Weighted(nn.Module):
 
 
 def train_shared_key(world: World, schedule: str, dim: int) -> dict[str, list[tuple[int, list[float]]]]:
-    """Every rank has key 5 in both tables; rank r in r + 1 samples, with factor 1 each, in two micro-batches."""
+    """Trains key 5 of both tables on every rank: on rank r in r + 1 samples with factor 1, in two micro-batches."""
     options = {"init": init.Constant(0.0), "optimizer": optim.SGD(1.0), "dtype": torch.float64}
     features = {"a": Pooled(Table("A", 2, **options)), "b": Pooled(Table("B", dim, **options))}
     trainer = Trainer(
@@ -45,7 +45,7 @@ def train_shared_key(world: World, schedule: str, dim: int) -> dict[str, list[tu
 
 
 def train_grouped_or_not(world: World, schedule: str) -> list[dict[str, list[tuple[int, list[float]]]]]:
-    """With tables of one dim, which are one group, and of two."""
+    """Trains with tables of equal dim, which are one group, and of different dims."""
     return [train_shared_key(world, schedule, dim) for dim in (2, 3)]
 
 
@@ -54,7 +54,7 @@ def train_grouped_or_not(world: World, schedule: str) -> list[dict[str, list[tup
 def test_one_key_of_all_ranks_in_two_tables(schedule: str, size: int) -> None:
     results = on_ranks(size, train_grouped_or_not, schedule)
     num_samples = size * (size + 1) // 2
-    gradient = num_samples / (0.5 * num_samples)  # I7: of the global weight
+    gradient = num_samples / (0.5 * num_samples)  # I7: divided by the global weight
     for number, dim in enumerate((2, 3)):
         assert [row for result in results for row in result[number]["A"]] == [(5, [-gradient] * 2)]
         assert [row for result in results for row in result[number]["B"]] == [(5, [-10 * gradient] * dim)]

@@ -16,7 +16,7 @@ CASE = Case("sgd", "pooled_mean", 3, steps=6)
 
 
 def train_weighted(world: World, schedule: str) -> tuple[list[float], torch.Tensor]:
-    """Each sample weighs 2.5; in step 3 no rank but the first has a weight."""
+    """Trains with weight 2.5 for each sample. In step 3 only the first rank has a weight."""
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     batches = share_of(global_batches(CASE.steps), world)
     weighted = [replace(batch, weight=2.5 * len(batch)) for batch in batches]

@@ -1,6 +1,6 @@
 """I8: a batch that was routed and retrieved but never trained leaves no trace in the store.
 
-Fails if retrieve_rows scatters the initial records of missing keys, or if Pipeline trains one step more than asked for.
+Fails if retrieve_rows scatters the initial records of missing keys, or if Pipeline trains one step too many.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ CASE = Case("adam", "shared", 2, steps=6)
 
 
 def leave_in_a_step(world: World, schedule: str, when: str) -> tuple[str, str, int]:
-    """Digest of the rows after leaving step 3 before it was applied, and after three steps; the last step trained."""
+    """Returns the digests of the rows after leaving step 3 before it was applied, and after three steps."""
     case = replace(CASE, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
     batches = share_of(global_batches(CASE.steps), world)
@@ -55,7 +55,7 @@ def test_a_step_that_is_left(schedule: str, when: str, size: int) -> None:
 
 
 def stop_after(world: World, schedule: str, steps: int) -> tuple[str, str]:
-    """Told to stop after so many steps of more data; given no more data."""
+    """Returns the digests of a run that is told to stop after `steps`, and of one whose data ends there."""
     batches = share_of(global_batches(CASE.steps), world)
     told, short = (make_trainer(world, replace(CASE, schedule=schedule)) for _ in range(2))
     told.fit(batches, steps=steps)
@@ -71,7 +71,7 @@ def test_batches_beyond_the_last_step(schedule: str, steps: int) -> None:
 
 
 def pulled(schedule: str, steps: int) -> int:
-    """How many batches were taken from the reader."""
+    """Returns the number of batches that were pulled from the reader."""
     taken = 0
 
     def reader():

@@ -1,7 +1,7 @@
 """I9: one order of summation, in both windows: a requester's micro-batches in order, then the requesters by rank.
 
-Fails if _entries_of_slots gives the requesters of a slot in another order (`entries.flip(0)`), or if
-LocalBatch._collect has a micro-batch's gradients take the place of earlier ones (`is_first | True`).
+Fails if _entries_by_slot returns the requesters of a slot in another order (`entries.flip(0)`), or if
+LocalBatch._collect replaces the gradients of earlier micro-batches (`is_first | True`).
 """
 
 import pytest
@@ -14,12 +14,12 @@ from tests.exactness.cases import on_ranks
 from tests.schedules import OUTER
 
 FACTORS = torch.tensor([1.0, 1e8, -1e8, 3.0, 1e-3, 7e6, -7e6, 1e-6], dtype=torch.float32)
-OF_RANKS = (1.0, 1e8, -1e8, 3.0)
+RANK_FACTORS = (1.0, 1e8, -1e8, 3.0)
 
 
 def factors(rank: int, size: int) -> torch.Tensor:
-    """Numbers whose sum depends on the order: of the micro-batches for one rank, of the ranks for several."""
-    return FACTORS if size == 1 else torch.tensor([OF_RANKS[rank]] + [0.0] * (len(FACTORS) - 1))
+    """Returns numbers whose sum depends on the order: of micro-batches on one rank, of ranks on several."""
+    return FACTORS if size == 1 else torch.tensor([RANK_FACTORS[rank]] + [0.0] * (len(FACTORS) - 1))
 
 
 class Weighted(nn.Module):
@@ -32,7 +32,7 @@ class Weighted(nn.Module):
 
 
 def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]:
-    """Every sample has key 5, and each is a micro-batch of its own."""
+    """Trains samples that all have key 5, each in its own micro-batch. Returns the row."""
     table = Table("A", 1, init=init.Constant(0.0), optimizer=optim.SGD(1.0))
     trainer = Trainer(
         Weighted(),
@@ -45,8 +45,8 @@ def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]
         clustering=GIVEN_ORDER,
         check_split=False,
     )
-    keys, of_rank = Jagged.one_each(torch.full((8,), 5)), factors(world.rank, world.size)
-    trainer.fit([Batch({"a": keys}, {"factor": of_rank}, weight=1.0 / world.size)])
+    keys, inputs = Jagged.one_each(torch.full((8,), 5)), {"factor": factors(world.rank, world.size)}
+    trainer.fit([Batch({"a": keys}, inputs, weight=1.0 / world.size)])
     return trainer.store.export_piece("A", 0, 65536).records.flatten().tolist()
 
 
@@ -56,9 +56,9 @@ def gradient_of_one_key(world: World, schedule: str, window: str) -> list[float]
 def test_order(schedule: str, window: str, size: int) -> None:
     total = torch.zeros(())
     for rank in range(size):
-        of_rank = torch.zeros(())
+        rank_total = torch.zeros(())
         for factor in factors(rank, size):
-            of_rank = of_rank + factor
-        total = total + of_rank
-    found = [row for rows in on_ranks(size, gradient_of_one_key, schedule, window) for row in rows]
-    assert found == [-float(total)]
+            rank_total = rank_total + factor
+        total = total + rank_total
+    stored = [row for rows in on_ranks(size, gradient_of_one_key, schedule, window) for row in rows]
+    assert stored == [-float(total)]

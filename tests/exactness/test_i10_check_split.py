@@ -1,4 +1,4 @@
-"""I10: a model that mixes samples is refused, with the likely cause, before anything is trained; others are left alone.
+"""I10: a model that mixes samples is refused, with the likely cause, before anything is trained; no other model is.
 
 Fails, for example, if check_split compares nothing (`tolerance = 1e9`), or if it leaves Dropout in training mode.
 """
@@ -39,11 +39,11 @@ class BatchCentred(SmallModel):
 
 
 class Neighbours(SmallModel):
-    """Looks at the sample behind each one, but not across the middle of a whole batch: halves do not show it."""
+    """Compares each sample with the previous one, but not across the middle of a batch: halves do not show it."""
 
     def dense(self, parts, label) -> Tensor:
         half = len(label) // 2 if len(label) == GLOBAL_BATCH else len(label)
-        same = [(of == of.roll(1)).sum() for of in label.split(half)]
+        same = [(labels == labels.roll(1)).sum() for labels in label.split(half)]
         return super().dense(parts, label) + sum(same)
 
 
@@ -106,8 +106,8 @@ def test_the_clustered_partition_is_tried_too() -> None:
         trainer.fit(global_batches(1))
 
 
-def test_dropout_is_no_reason_and_nothing_is_left_behind() -> None:
-    """The run is the same, dropout and buffers included, with the check and without it."""
+def test_dropout_is_accepted_and_nothing_is_left_behind() -> None:
+    """The run is the same with and without the check, dropout and buffers included."""
     digests = []
     for check_split in (True, False):
         trainer = trainer_of(World(), Dropout, check_split)
@@ -130,7 +130,7 @@ def test_can_be_switched_off() -> None:
 
 
 def test_batch_norm_in_eval_mode_is_refused_too() -> None:
-    """fit trains in training mode, whatever the mode was before. Fails if SplitCheck keeps the mode it finds."""
+    """fit trains in training mode, whatever the mode was before. Fails if SplitCheck keeps the mode."""
     trainer = trainer_of(World(), BatchNorm)
     trainer.model.eval()
     with pytest.raises(ValueError, match="BatchNorm1d mixes"):
@@ -138,7 +138,7 @@ def test_batch_norm_in_eval_mode_is_refused_too() -> None:
 
 
 class Lazy(SmallModel):
-    """Makes a buffer in its first forward, and replaces it in later ones."""
+    """Registers a buffer in its first forward, and replaces it in later ones."""
 
     def dense(self, parts, label) -> Tensor:
         if not hasattr(self, "mask"):
@@ -153,7 +153,7 @@ def test_buffers_made_in_forward() -> None:
 
 
 class Transformer(SmallModel):
-    """Layers whose dropout is no Dropout module."""
+    """Layers with dropout that is not a Dropout module."""
 
     def __init__(self, dims) -> None:
         super().__init__(dims)
@@ -169,15 +169,15 @@ class Transformer(SmallModel):
         return super().dense([F.dropout(x[:, 0], 0.1, self.training)], label)
 
 
-def test_dropout_of_any_kind_is_no_reason() -> None:
-    """Fails if SplitCheck._sums calls the model without the noise fixed, as when only Dropout modules were in eval."""
+def test_dropout_of_any_kind_is_accepted() -> None:
+    """Fails if SplitCheck._sums only puts Dropout modules into eval mode, instead of fixing the noise."""
     trainer = trainer_of(World(), Transformer)
     assert len(trainer.fit(global_batches(CASE.steps)).losses) == CASE.steps
     assert trainer.model.encoder.training
 
 
 def train_unsplit(world: World, model_class: type[SmallModel]) -> tuple[int, list[str]]:
-    """Steps trained with one micro-batch, in two calls of fit, and the warnings seen."""
+    """Returns the steps trained with one micro-batch in two calls of fit, and the warnings."""
     trainer = trainer_of(world, model_class, case=replace(CASE, num_micro_batches=1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -1,7 +1,7 @@
-"""I12: one host lane writes b - 1 back, then retrieves b + 1: records are copied out before others take their memory.
+"""I12: one host lane writes b - 1 back, then retrieves b + 1: records are written back before their memory is reused.
 
-Fails if _on_host puts retrieve before write_back, or if the two are on different lanes. What then happens to
-the rows is shown by test_i03_versions.py.
+Fails if _on_host puts retrieve before write_back, or if the two are on different lanes. test_i03_versions.py shows the
+effect on rows.
 """
 
 from itertools import islice

@@ -1,8 +1,8 @@
 """I13: the library draws from no default generator; a model's dropout depends on (seed, step, rank, micro-batch) alone.
 
 Fails if Step._micro_batch does not seed the generators, or if something in the package calls torch.rand without one.
-The default generator is one for all threads, so a reader must not draw from it, either: test_a_reader_* fails if
-BatchSource does not look.
+All threads share the default generator, so a reader must not draw from it either: test_a_reader_* fails if BatchSource
+does not check.
 """
 
 import random
@@ -21,7 +21,7 @@ CASE = Case("adagrad", "shared", 3, steps=5)
 
 
 def train_with_dropout(world: World, schedule: str, noise: bool) -> tuple[str, bool]:
-    """The digest; and whether Python's and numpy's generators are as they were. Between steps anybody may draw."""
+    """Returns the digest, and whether Python's and numpy's generators are unchanged. noise: draws between steps."""
 
     def draw(step: int) -> None:
         if noise:
@@ -62,8 +62,8 @@ def train_with_drawing_reader(world: World, schedule: str) -> str:
 
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_reader_needs_a_generator_of_its_own(schedule: str, size: int) -> None:
-    """On every rank: the one that reads, and the others."""
+def test_a_reader_needs_its_own_generator(schedule: str, size: int) -> None:
+    """Every rank raises, not only the one whose reader draws."""
     assert len(on_ranks(size, train_with_drawing_reader, schedule)) == size
 
 

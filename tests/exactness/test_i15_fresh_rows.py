@@ -1,7 +1,7 @@
-"""I15: the rows of a micro-batch are memory of their own, never a view of what something else reads or writes.
+"""I15: the rows of a micro-batch have their own memory, which nothing else reads or writes.
 
-Fails if _Requester.gather makes `self._kept` itself the rows of a micro-batch that uses all of them, or if
-LocalBatch._gather returns `resident.frozen_rows` where `places` is None.
+Fails if _Requester.gather uses `self._kept` itself as the rows of a micro-batch that uses all of them, or if
+LocalBatch._gather returns `resident.frozen_rows` if `places` is None.
 """
 
 import pytest
@@ -14,7 +14,7 @@ WAYS = [(2, "once"), (1, "once"), pytest.param((2, "resend"), marks=pytest.mark.
 
 
 def batches_of(steps: int) -> list[Batch]:
-    """Every other one is a single sample, over and over: each of its micro-batches uses all rows."""
+    """Returns batches of which every second one repeats a single sample, so that each micro-batch uses all rows."""
     batches = global_batches(steps)
     for number in range(1, steps, 2):
         fullest = batches[number].keys["items"].lengths.argmax()
@@ -23,7 +23,7 @@ def batches_of(steps: int) -> list[Batch]:
 
 
 def spoil_rows(world: World, schedule: str, way: tuple[int, str], spoil: bool) -> list[str]:
-    """Trains; a model that ruins its rows after its backward ruins nothing else. Returns the store's, as text."""
+    """Trains a model that overwrites its rows after backward, if told so. Returns the stored rows as text."""
     num_micro_batches, window = way
     case = Case("sgd", "shared", num_micro_batches, window, steps=4, schedule=schedule)
     model = SmallModel({name: feature.table.dim for name, feature in features_of(case).items()})
@@ -42,5 +42,5 @@ def spoil_rows(world: World, schedule: str, way: tuple[int, str], spoil: bool) -
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_rows_are_nobody_elses(schedule: str, size: int, way: tuple[int, str]) -> None:
+def test_rows_have_their_own_memory(schedule: str, size: int, way: tuple[int, str]) -> None:
     assert on_ranks(size, spoil_rows, schedule, way, True) == on_ranks(size, spoil_rows, "serial", way, False)

@@ -1,7 +1,7 @@
-"""Commit, in loops that sum dense gradients by DDP or not at all: every rank raises, or none does; if they raise,
-nothing has changed.
+"""Commit, in loops that sum dense gradients by DDP or not at all: either all ranks raise and nothing has changed, or
+none raises.
 
-Fails, for example, if _HostAgreement.finish looks at its own rank's flag only (`self._ballot.non_finite`), if
+Fails, for example, if _HostAgreement.finish looks only at its own rank's flag (`self._ballot.non_finite`), if
 Step.begin_commit leaves out `self._exchange.exceeds`, if update_rows does not commit, or if World.commit is
 `self.dense`.
 """
@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float64).max
 
 
 class Loop:
-    """A loop of a user's own. `dense`: who sums the dense gradients; only those of "ddp" are applied."""
+    """A user's own loop. dense: "ddp" or "reducer" sums the dense gradients, or "none"; only "ddp" applies them."""
 
     def __init__(self, world: World, schedule: str, dense: str = "ddp", max_rows: int | None = None) -> None:
         self.world, self.schedule = world, schedule
@@ -46,7 +46,7 @@ class Loop:
         self.reducer = DenseReducer(self.plain, world) if dense == "reducer" else None
         self.optimizer = torch.optim.SGD(self.plain.parameters(), 0.1) if dense == "ddp" else None
         self.factor = 1.0
-        """of the rows' gradients in the bad step"""
+        """Value of all row gradients in the bad step, unless it is 1."""
         self.losses: list[float] = []
         self.text = ""
 
@@ -94,7 +94,7 @@ def sum_gradients(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> t
 
 
 def failing_loops(world: World, schedule: str, dense: str, commits: bool) -> dict[str, tuple[str, bool]]:
-    """By what is wrong on the last rank, in step 2: what was raised here, and whether all is as after two steps."""
+    """Returns, by kind of fault on the last rank in step 2, the error and whether all is as after two steps."""
     is_bad = world.rank == world.size - 1
     batches = share_of(global_batches(STEPS), world)
     expected = Loop(world, schedule, dense).run(batches[:BAD_STEP], commits)
@@ -107,41 +107,41 @@ def failing_loops(world: World, schedule: str, dense: str, commits: bool) -> dic
         "large gradient": (Loop(world, schedule, dense), batches, 1.01 * LARGEST / (2 * world.size)),
         "room": (Loop(world, schedule, dense, room(world, batches, is_bad)), batches, 1.0),
     }
-    found = {}
-    for kind, (loop, of_loop, factor) in loops.items():
+    results = {}
+    for kind, (loop, loop_batches, factor) in loops.items():
         loop.factor = factor if is_bad else 1.0
         with pytest.raises(Exception):  # noqa: B017, PT011 (its text is what is returned)
-            loop.run(of_loop, commits)
-        found[kind] = (loop.text, loop.digest(BAD_STEP) == expected)
-    return found
+            loop.run(loop_batches, commits)
+        results[kind] = (loop.text, loop.digest(BAD_STEP) == expected)
+    return results
 
 
 def room(world: World, batches: list[Batch], is_bad: bool) -> int | None:
-    """So many rows as the first two steps make on this rank."""
-    loop = Loop(world, "serial", "nobody")
+    """Returns the number of rows that the first two steps create on this rank; None on a good rank."""
+    loop = Loop(world, "serial", "none")
     loop.run(batches[:BAD_STEP])
     return loop.pipeline.store.size("item") if is_bad else None
 
 
 @pytest.mark.parametrize("schedule", OUTER)
-@pytest.mark.parametrize(("dense", "commits"), [("ddp", True), ("nobody", False)])
+@pytest.mark.parametrize(("dense", "commits"), [("ddp", True), ("none", False)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_raises_and_nothing_has_changed(schedule: str, dense: str, commits: bool, size: int) -> None:
-    """Where the loop does not call commit, update_rows does."""
-    for rank, found in enumerate(on_ranks(size, failing_loops, schedule, dense, commits)):
+    """If the loop does not call commit, update_rows does."""
+    for rank, results in enumerate(on_ranks(size, failing_loops, schedule, dense, commits)):
         for kind in ("loss", "gradient", "large gradient"):
-            assert found[kind][0].startswith(f"NonFiniteError: step {BAD_STEP}: a loss or a gradient is not finite"), (
-                kind
-            )
-        text = found["room"][0]
+            assert results[kind][0].startswith(
+                f"NonFiniteError: step {BAD_STEP}: a loss or a gradient is not finite"
+            ), kind
+        text = results["room"][0]
         assert text.startswith("ValueError" if rank == size - 1 else "RankError: rank 1 failed: ValueError")
         assert "table 'item' would have" in text
-        assert [unchanged for _, unchanged in found.values()] == [True] * 4
+        assert [unchanged for _, unchanged in results.values()] == [True] * 4
 
 
 def large_but_allowed(world: World) -> bool:
-    """All ranks have the largest sums that a rank may have; whether those of all ranks are finite."""
-    loop = Loop(world, "serial", "nobody")
+    """Trains with the largest sums that a rank may have. Returns whether the sums over all ranks are finite."""
+    loop = Loop(world, "serial", "none")
     loop.factor = 0.99 * LARGEST / (2 * world.size) / CASE.num_micro_batches
     sums: list[Tensor] = []
     update_rows = Step.update_rows
@@ -153,7 +153,7 @@ def large_but_allowed(world: World) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "update_rows", observe)
         loop.run(share_of(global_batches(STEPS), world))
-    return any(float(of_group.max()) > LARGEST / 5 for of_group in sums) and all(map(is_finite, sums))
+    return any(float(group.max()) > LARGEST / 5 for group in sums) and all(map(is_finite, sums))
 
 
 def is_finite(values: Tensor) -> bool:
@@ -162,12 +162,12 @@ def is_finite(values: Tensor) -> bool:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_largest_gradients_that_are_allowed(size: int) -> None:
-    """Fails if sum_limit is half of what it is."""
+    """Fails if sum_limit is half as large."""
     assert on_ranks(size, large_but_allowed) == [True] * size
 
 
 def without_reducer(world: World) -> tuple[list[str], list[float], list[float], dict[str, int]]:
-    """Digests with a reducer, and twice without; losses; collectives of the latter."""
+    """Returns digests with a reducer and twice without, losses of both, and the collectives without."""
     batches = share_of(global_batches(STEPS), world)
     first = Loop(world, "nested", "reducer")
     digests = [first.run(batches)]
@@ -180,14 +180,14 @@ def without_reducer(world: World) -> tuple[list[str], list[float], list[float], 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "_begin", count)
-        second = Loop(world, "nested", "nobody")
+        second = Loop(world, "nested", "none")
         digests.append(second.run(batches))
-        digests.append(Loop(world, "nested", "nobody").run(batches, commits=False))
+        digests.append(Loop(world, "nested", "none").run(batches, commits=False))
     return digests, first.losses, second.losses, begun
 
 
 def test_no_reducer_at_all() -> None:
-    """Commit has a channel of its own: nothing is summed on that of dense gradients."""
+    """Commit has its own channel: nothing is summed on that of dense gradients."""
     first, second = on_ranks(2, without_reducer)
     assert len({*first[0], *second[0]}) == 1
     assert first[1] == second[1] == first[2] == second[2]
@@ -210,7 +210,7 @@ def test_one_commit_after_the_last_micro_batch(schedule: str) -> None:
             with pytest.raises(RuntimeError, match="of 2 micro-batches were gone through"):
                 step.commit()
             (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
-        with pytest.raises(RuntimeError, match="step 0: call commit before its gradients are asked for"):
+        with pytest.raises(RuntimeError, match="step 0: call commit before gradients"):
             step.gradients()
         step.commit()
         with pytest.raises(RuntimeError, match="step 0: commit was called twice"):

@@ -1,8 +1,8 @@
-"""What fails on a lane, in an update or between calls of fit: no row is lost or wrong, no batch is forgotten, and no
-wait is without end; in every schedule as in serial.
+"""Failures on a lane, in an update or between calls of fit: no row is lost or wrong, no batch is forgotten, and every
+wait ends; in every schedule as in serial.
 
-Fails, for example, if Executor.drain raises before all lanes are done, if a lane goes on after it has failed, if
-Stages.route counts batches that are no steps, or if BatchSource.give_back appends.
+Fails, for example, if Executor.drain raises before all lanes are done, if a lane continues after a failure, if
+Stages.route counts batches that are not steps, or if BatchSource.give_back appends.
 """
 
 import os
@@ -39,8 +39,8 @@ def digest_after(num_steps: int, num_micro_batches: int = CASE.num_micro_batches
 
 
 def bad_input(world: World, schedule: str, path) -> tuple[int, list[str], str, str, int]:
-    """Batch 3 of the last rank has a list among its inputs, which cannot go to a device. Digests are taken all along,
-    and a save afterwards is good."""
+    """Trains with a list among the inputs of batch 3 on the last rank, which cannot go to a device. Takes a digest
+    after each step, and saves after the error."""
     batches = share_of(global_batches(9), world)
     if world.rank == world.size - 1:
         batches[3] = replace(batches[3], inputs={**batches[3].inputs, "label": [0.0] * len(batches[3])})
@@ -61,7 +61,7 @@ def bad_input(world: World, schedule: str, path) -> tuple[int, list[str], str, s
 
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_input_that_is_no_tensor(schedule: str, size: int, tmp_path) -> None:
+def test_an_input_that_is_not_a_tensor(schedule: str, size: int, tmp_path) -> None:
     results = on_ranks(size, bad_input, schedule, tmp_path / "save")
     assert results[-1][3] == "TypeError"
     for num_steps, digests, loaded, name, in_the_end in results:
@@ -75,8 +75,8 @@ def test_an_input_that_is_no_tensor(schedule: str, size: int, tmp_path) -> None:
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_write_back_that_fails_once(schedule: str, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is there while the dense optimizer is at work, and must not come up before the rows are updated, too:
-    the step would be left halfway. Fails if Executor._play waits for an operation that has nothing to wait for."""
+    """The error occurs during the dense optimizer's step. It must not be raised before the rows are updated too, or the
+    step would be left halfway. Fails if Executor._play waits for an operation without dependencies."""
     trainer = make_trainer(World(), replace(CASE, schedule=schedule))
     num_calls, in_optimizer = 0, threading.Event()
     trainer.optimizer.register_step_pre_hook(lambda *_: in_optimizer.set())
@@ -123,8 +123,8 @@ class TwoTables(nn.Module):
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_an_update_that_fails_halfway(schedule: str, tmp_path) -> None:
-    """Table a has been updated when that of table b fails, and so have the dense parameters. The trainer says so until
-    a checkpoint is loaded."""
+    """Table a and the dense parameters have been updated when the update of table b fails. The trainer refuses to
+    continue until a checkpoint is loaded."""
     features = {
         "a": Pooled(Table("a", 2, init=init.Constant(1.0), optimizer=optim.SGD(0.1))),
         "b": Pooled(Table("b", 2, init=init.Constant(1.0), optimizer=Raising(0.1))),
@@ -147,7 +147,7 @@ def test_an_update_that_fails_halfway(schedule: str, tmp_path) -> None:
 
 
 def numbered(numbers: list[int], samples: int = 3) -> Iterator[Batch]:
-    """Batches whose labels are their numbers; one below 0 is refused."""
+    """Yields batches whose labels are their numbers. A negative number gives a batch that is refused."""
     for number in numbers:
         keys = Jagged.one_each(torch.full((samples,), abs(number)))
         batch = Batch({"items": keys, "tags": keys}, {"label": torch.full((samples,), float(abs(number)))})
@@ -155,7 +155,7 @@ def numbered(numbers: list[int], samples: int = 3) -> Iterator[Batch]:
 
 
 class Recorder(nn.Module):
-    """Remembers the numbers of the batches it was trained on."""
+    """Records the numbers of the batches that it was trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_no_batch_is_lost_between_calls(schedule: str, check_split: bool) -> Non
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_small_batches_at_the_beginning(schedule: str) -> None:
-    """check_split looks for one with two samples; what it pulled is trained all the same."""
+    """check_split looks for a batch with two samples. The batches that it pulled are trained all the same."""
     trainer = recording_trainer(schedule, check_split=True)
     batches = numbered(list(range(20)), samples=1)
     trainer.fit(batches, steps=3)
@@ -219,7 +219,7 @@ def test_loading_forgets_what_was_pulled(schedule: str, tmp_path) -> None:
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("check_split", [True, False])
 def test_steps_count_steps(schedule: str, check_split: bool) -> None:
-    """A batch of weight 0 is none, and no batch is pulled beyond the last step."""
+    """A batch of weight 0 is not a step, and no batch is pulled beyond the last step."""
     pulled = 0
 
     def reader() -> Iterator[Batch]:
@@ -236,7 +236,7 @@ def test_steps_count_steps(schedule: str, check_split: bool) -> None:
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_interrupted_while_the_reader_blocks(schedule: str) -> None:
-    """It ends at once; the steps that were applied are counted, and their rows are in the store."""
+    """fit ends at once. Applied steps are counted, and their rows are in the store."""
     blocked = threading.Event()
 
     def reader() -> Iterator[Batch]:
@@ -301,7 +301,7 @@ def test_ranks_that_start_from_different_parameters() -> None:
 
 
 def save_twice(world: World, path, schedule: str) -> tuple[str, bool]:
-    """Within fit: the first save fails on one rank, and the world goes on."""
+    """Saves within fit. The first save fails, and training continues."""
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     texts: list[str] = []
 
@@ -325,14 +325,14 @@ def test_a_failed_save_is_survived(schedule: str, tmp_path) -> None:
 
 
 def unused_parameter(world: World) -> tuple[bool, bool]:
-    """Of a parameter nobody uses, and of one that rank 0 alone uses: whether they have a gradient."""
+    """Returns whether a parameter that no rank uses, and one that only rank 0 uses, have a gradient."""
     model = nn.Module()
-    model.nobody, model.first = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    model.unused, model.first = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     reducer = nestpipe.DenseReducer(model, world)
     if world.rank == 0:
         model.first.sum().backward()
     reducer.finish()
-    return model.nobody.grad is not None, model.first.grad is not None and model.first.grad.tolist() == [1.0, 1.0]
+    return model.unused.grad is not None, model.first.grad is not None and model.first.grad.tolist() == [1.0, 1.0]
 
 
 def test_parameters_that_some_ranks_or_all_do_not_use() -> None:

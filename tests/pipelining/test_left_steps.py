@@ -1,7 +1,7 @@
-"""Steps that fail in an exchange, are interrupted, or are gone through in a way they cannot be.
+"""Steps that fail in an exchange, are interrupted, or are used in the wrong way.
 
-Fails if Executor.wait passes over what is done without looking whether it was done well, or if Stages.take_gradients
-leaves the gradients in the rows that it has handed over.
+Fails if Executor.wait ignores the error of an operation that is done, or if Stages.collect_gradients leaves the
+gradients in the rows.
 """
 
 import time
@@ -22,8 +22,8 @@ CASE = Case("adagrad", "shared", 2, steps=8)
 @pytest.mark.parametrize("schedule", ["serial", "intra", "nested"])
 @pytest.mark.parametrize("stage", ["send_rows", "return_gradients"])
 def test_an_exchange_that_fails(schedule: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the step is applied, and its own error is raised. Fails if Executor.wait passes over what is done
-    without looking whether it was done well."""
+    """Nothing of the step is applied, and its own error is raised. Fails if Executor.wait ignores the error of an
+    operation that is done."""
     trainer = make_trainer(World(), replace(CASE, num_micro_batches=3, schedule=schedule))
     before = trainer.digest()
     original = getattr(LocalBatch, stage)
@@ -32,7 +32,7 @@ def test_an_exchange_that_fails(schedule: str, stage: str, monkeypatch: pytest.M
         if micro_batch == 1:
             raise MemoryError("no memory for this exchange")
         if stage == "return_gradients":
-            time.sleep(0.05)  # the failed one is done before it is waited for
+            time.sleep(0.05)  # the failed operation is done before the wait for it
         original(self, micro_batch, *arguments)
 
     monkeypatch.setattr(LocalBatch, stage, fails)
@@ -59,17 +59,17 @@ def test_a_backward_after_its_turn(schedule: str) -> None:
         late_backward(schedule)
 
 
-def test_micro_batches_are_gone_through_once() -> None:
+def test_micro_batches_are_iterated_over_once() -> None:
     with make_pipeline(World(), CASE, global_batches(1)) as pipeline:
         step = next(iter(pipeline))
         for micro_batch in step:
             sum(value.sum() for value in micro_batch.embeddings.values() if isinstance(value, Tensor)).backward()
-        with pytest.raises(RuntimeError, match="can be gone through once only"):
+        with pytest.raises(RuntimeError, match="can be iterated over only once"):
             list(step)
 
 
 def test_an_interrupted_batch_is_trained_by_the_next_fit() -> None:
-    """Fails if Ctrl-C refuses the batch in training, as an error of the model does."""
+    """Fails if Ctrl-C marks the batch in training as refused, as an error of the model does."""
     trainer = make_trainer(World(), CASE)
     batches = iter(global_batches(6))
 
@@ -93,7 +93,7 @@ def test_an_interrupted_batch_is_trained_by_the_next_fit() -> None:
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_a_batch_that_is_being_read_when_the_model_fails_is_not_lost(schedule: str) -> None:
-    """Fails if BatchSource.pull hands a late batch to the run that was given up."""
+    """Fails if BatchSource.pull gives a late batch to the run that was given up."""
     trainer = make_trainer(World(), replace(CASE, num_micro_batches=1, schedule=schedule))
     trainer.check_split = False
     seen: list[float] = []
@@ -115,4 +115,4 @@ def test_a_batch_that_is_being_read_when_the_model_fails_is_not_lost(schedule: s
     with pytest.raises(ValueError, match="a fault of the model"):
         trainer.fit(batches)
     trainer.fit(batches)
-    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # all but the one at fault, in their order
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # the batch at fault is not trained again

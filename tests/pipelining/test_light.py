@@ -1,7 +1,7 @@
 """Stages that the compute lane does itself, because they are short.
 
-Fails if LightStages.is_light ignores what a stage took; if Executor._is_light does not look at the operations that the
-lane was handed before; if Executor._do_here lets an error of a stage out where no lane's would come.
+Fails if LightStages.is_light ignores how long a stage took, if Executor._is_light ignores earlier operations of the
+lane, or if Executor._do_inline raises an error of a stage instead of keeping it.
 """
 
 import math
@@ -28,29 +28,29 @@ def test_short_on_average() -> None:
     stages = LightStages(LIGHT_SECONDS)
     for _ in range(NUM_AVERAGED):
         assert not stages.is_light("retrieve")
-        stages.record("retrieve", LIGHT_SECONDS / 2, 1.0, is_here=False)
+        stages.record("retrieve", LIGHT_SECONDS / 2, 1.0, is_inline=False)
     assert stages.is_light("retrieve")
     assert not stages.is_light("prefetch")
     for _ in range(NUM_AVERAGED):
-        stages.record("retrieve", 2 * LIGHT_SECONDS, 1.0, is_here=False)
+        stages.record("retrieve", 2 * LIGHT_SECONDS, 1.0, is_inline=False)
     assert not stages.is_light("retrieve")
 
 
 def test_what_waits_is_not_light() -> None:
-    """A reader that waits for a disk takes time, but no processor: it goes back to its lane, and is tried again."""
+    """A reader that waits for a disk takes time, but no CPU time. It returns to its lane, and is tried again later."""
     stages = LightStages(LIGHT_SECONDS)
     for _ in range(NUM_AVERAGED):
-        stages.record("prefetch", 0.0, 0.02, is_here=False)
+        stages.record("prefetch", 0.0, 0.02, is_inline=False)
     for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
         assert stages.is_light("prefetch")
-        stages.record("prefetch", 0.0, 0.02, is_here=True)
+        stages.record("prefetch", 0.0, 0.02, is_inline=True)
         for _ in range(pause):
             assert not stages.is_light("prefetch")
-            stages.record("prefetch", 0.0, 0.02, is_here=False)
+            stages.record("prefetch", 0.0, 0.02, is_inline=False)
 
 
 def test_the_order_of_a_lane_stays() -> None:
-    """A short operation does not overtake a long one of its lane, which it does not wait for."""
+    """A short operation does not overtake an earlier one of its lane, even if it does not depend on it."""
     done: list[tuple[str, bool]] = []
     goes_on = Event()
 
@@ -64,7 +64,7 @@ def test_the_order_of_a_lane_stays() -> None:
     listed = [Op("write_back", "host", 0), Op("retrieve", "host", 1), Op("begin", COMPUTE, 1)]
     short = LightStages(math.inf)
     for _ in range(NUM_AVERAGED):
-        short.record("retrieve", 0.0, 0.0, is_here=False)
+        short.record("retrieve", 0.0, 0.0, is_inline=False)
     world, actions = World(), {"write_back": long_one, "retrieve": short_one}
     executor = Executor(iter(listed), actions, Trace(), world.watch, world.streams, light=short)
     executor.play_until("begin")
@@ -77,13 +77,13 @@ def test_the_order_of_a_lane_stays() -> None:
 def train(world: World, schedule: str, light_seconds: float) -> tuple[str, set[str]]:
     """Returns the digest, and the stages that the main thread did."""
     light.LIGHT_SECONDS, light.NUM_AVERAGED = light_seconds, 1
-    here = set()
+    main_stages = set()
     originals = {name: getattr(Stages, name) for name in ("prefetch", "route", "retrieve", "write_back")}
 
     def watched(name: str):
         def stage(self: Stages, op) -> None:
             if current_thread() is main_thread():
-                here.add(name)
+                main_stages.add(name)
             originals[name](self, op)
 
         return stage
@@ -97,7 +97,7 @@ def train(world: World, schedule: str, light_seconds: float) -> tuple[str, set[s
         for name, original in originals.items():
             setattr(Stages, name, original)
         light.LIGHT_SECONDS, light.NUM_AVERAGED = 0.0, NUM_AVERAGED
-    return trainer.digest(), here
+    return trainer.digest(), main_stages
 
 
 def train_every_way(world: World) -> dict[str, tuple[str, set[str]]]:
@@ -111,7 +111,7 @@ def test_same_bits(ranks: int) -> None:
         assert len({digest for digest, _ in ways.values()}) == 1
         assert ways["lanes"][1] == set()
         for schedule in OVERLAPPING:
-            # Among several ranks route is for its lane, and what waits for it may have to follow it there.
+            # Among several ranks route stays on its lane, and so may stages that wait for it.
             expected = {"prefetch", "route", "retrieve", "write_back"} if ranks == 1 else set()
             assert expected <= ways[schedule][1]
             assert ("route" in ways[schedule][1]) == (ranks == 1)
@@ -119,7 +119,7 @@ def test_same_bits(ranks: int) -> None:
 
 @pytest.mark.parametrize("light_seconds", [0.0, math.inf])
 def test_errors_come_where_those_of_lanes_do(light_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the store is raised by the step that needs its rows, and steps before that one are applied."""
+    """An error of the store is raised by the step that needs the rows. Earlier steps are applied."""
     original = Stages.retrieve
 
     def fails_for_batch_4(self: Stages, op: Op) -> None:

@@ -1,4 +1,4 @@
-"""A long run on a fixed set of keys does not grow. Fails if Stages.write_back keeps the batches that are done."""
+"""The memory of a long run on a fixed set of keys does not grow. Fails if Stages.write_back keeps finished batches."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Going on, stopping, evaluating and failing in the middle: in every schedule as in serial.
+"""Continuing, stopping, evaluating and failing in the middle: in every schedule as in serial.
 
-Fails, for example, if Pipeline._end does not flush, if Stages.untrained forgets a batch, if `evaluate` does not flush
-before it reads, or if prefetch pulls a batch more than there are steps.
+Fails, for example, if Pipeline._end does not flush, if Stages.untrained omits a batch, if `evaluate` does not flush
+before it reads, or if prefetch pulls more batches than there are steps.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ CASE = Case("adam", "shared", 2)
 
 
 def fit_in_parts(world: World, schedule: str, parts: tuple[int, ...]) -> tuple[str, int]:
-    """From one iterator, in so many calls of fit; how many batches were pulled in the end."""
+    """Trains from one iterator in several calls of fit. Returns the digest and the number of batches pulled."""
     num_pulled = 0
 
     def reader() -> Iterator[Batch]:
@@ -56,8 +56,8 @@ def test_fit_in_parts_is_fit_at_once(schedule: str, size: int) -> None:
 
 
 def fail_and_go_on(world: World, schedule: str, kind: str) -> tuple[list[str], str, int]:
-    """Batch 3 is bad on the last rank, or on all. The same iterator is then given to fit again: batches that were
-    pulled ahead are trained, the bad one is left out."""
+    """Trains with a bad batch 3 on the last rank, then calls fit again with the same iterator. That trains the batches
+    that were pulled ahead, but not the bad one."""
 
     def reader() -> Iterator[Batch]:
         for number, batch in enumerate(share_of(global_batches(9), world)):
@@ -89,7 +89,7 @@ def test_batches_pulled_ahead_are_not_lost(kind: str, size: int) -> None:
 
 
 def evaluate_in_the_middle(world: World, schedule: str, every: int) -> tuple[list[float], str, list[str]]:
-    """Losses of evaluations after some steps, the final digest, and digests in the middle."""
+    """Returns losses of evaluations after some steps, the final digest, and digests in the middle."""
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
     batches = share_of(global_batches(12), world)
     losses: list[float] = []
@@ -180,12 +180,12 @@ def test_stale_rows_need_an_overlap() -> None:
 
 @pytest.mark.parametrize("schedule", OUTER)
 def test_host_traffic(schedule: str) -> None:
-    """Overlap keys are neither retrieved nor written back; all others once each."""
+    """Keys of the overlap are neither retrieved nor written back; all others are, once each."""
     trainer = make_trainer(World(), replace(CASE, schedule=schedule))
     batches = global_batches(6)
     times = trainer.fit(batches).times
     keys = [batch.keys["items"].values.tolist() + batch.keys["tags"].values.tolist() for batch in batches]
-    owned = [{key for key in of_batch if key != -7} for of_batch in keys]
+    owned = [{key for key in batch_keys if key != -7} for batch_keys in keys]
     record_bytes = 15 * 8
     for number, step in enumerate(times):
         before = owned[number - 1] & owned[number] if number > 0 and schedule in OVERLAPPING else set()

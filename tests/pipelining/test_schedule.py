@@ -1,6 +1,6 @@
-"""A schedule is data: drawn here by hand, and compared with what `operations` gives.
+"""Schedules, drawn here by hand and compared with the result of `operations`.
 
-Fails if operations issues anything earlier or later, on another lane, or with other waits.
+Fails if an operation comes earlier or later, on another lane, or with other dependencies.
 """
 
 from itertools import islice
@@ -141,7 +141,7 @@ def test_drawn_by_hand(schedule: str, num_micro_batches: int, table: str) -> Non
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
-    """What an operation waits for stands before it; every operation of a batch is there once."""
+    """Dependencies of an operation stand before it, and every operation of a batch occurs once."""
     seen = set()
     for op in islice(operations(schedule, num_micro_batches), 300):
         assert set(op.waits_for) <= seen
@@ -164,7 +164,7 @@ def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
     }
 
 
-def test_a_run_of_so_many_steps_waits_before_it_pulls_more() -> None:
+def test_batches_beyond_the_steps_are_pulled_only_after_route() -> None:
     pulls = [op for op in islice(operations("inter", 1, steps=3), 100) if op.stage == "prefetch"]
     assert [op.waits_for for op in pulls[:5]] == [
         (),

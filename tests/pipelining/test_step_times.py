@@ -1,7 +1,7 @@
-"""The times of a run of any length, in bounded memory; means as if every step were kept.
+"""Times of a run of any length are kept in bounded memory, with means as if every step were kept.
 
 Fails, for example, if StepLog.append keeps every step, if _forget or _merge lose some, or if StepTotals.add leaves out
-what the compute lane itself does of BUSY.
+the compute lane's own part of BUSY.
 """
 
 from itertools import chain
@@ -67,7 +67,7 @@ def test_a_trace_keeps_the_last_steps_and_the_named_spans() -> None:
 
 @pytest.mark.parametrize("traced", [None, range(2, 4)])
 def test_fit_traces_the_first_steps_or_those_named(traced: range | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several calls of fit with one result. Fails if fit traces the first steps of each call."""
+    """Uses several calls of fit with one result. Fails if fit traces the first steps of each call."""
     monkeypatch.setattr("nestpipe.train.trainer.TRACED_STEPS", 3)
     trainer = make_trainer(World(), Case("sgd", "pooled_sum", 1, schedule="inter"))
     trainer.fit(global_batches(1))

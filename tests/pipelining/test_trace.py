@@ -1,5 +1,5 @@
-"""How busy lanes are. Fails if Trace adds up what lanes do at the same time: an exchange could then be busy for longer
-than the step takes, and what a perfect overlap allows would be less than what was measured."""
+"""Busy times of lanes. Fails if Trace adds up simultaneous work of lanes: an exchange could then be busy for longer
+than the step takes, and the allowed speedup would be smaller than the measured one."""
 
 import threading
 import time
@@ -25,7 +25,8 @@ def test_two_lanes_at_once_are_busy_once() -> None:
 
     begin = time.perf_counter()
     lanes = [
-        threading.Thread(target=work, args=of) for of in (("send_rows", "rows"), ("return_gradients", "gradients"))
+        threading.Thread(target=work, args=names)
+        for names in (("send_rows", "rows"), ("return_gradients", "gradients"))
     ]
     for lane in lanes:
         lane.start()
@@ -45,7 +46,7 @@ def test_two_lanes_at_once_are_busy_once() -> None:
 
 
 class FakeClock:
-    """The host's clock: a microsecond passes whenever it is looked at."""
+    """The host's clock. Each reading takes a microsecond."""
 
     def __init__(self) -> None:
         self.ns = 5_000_000
@@ -56,7 +57,7 @@ class FakeClock:
 
 
 class FakeStream:
-    """A stream of a device that works while the host goes on, and has a clock of its own."""
+    """A stream of a device that works asynchronously and has its own clock."""
 
     def __init__(self, host: FakeClock) -> None:
         self.host = host
@@ -92,8 +93,8 @@ class FakeEvent:
 
 
 def test_spans_of_a_device_are_those_of_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host returns at once from what takes the device long. Fails if Trace._end_on_device makes a Span of the
-    host's times, or if _StreamClock takes the device's clock for the host's."""
+    """The host returns at once from work that takes the device long. Fails if Trace._end_on_device makes a Span of the
+    host's times, or if _StreamClock does not convert the device's clock to the host's."""
     host = FakeClock()
     compute, rows = FakeStream(host), FakeStream(host)
     current = compute
@@ -101,7 +102,7 @@ def test_spans_of_a_device_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
     spans: list[Span] = []
-    compute.enqueue(10)  # what was there before does not count
+    compute.enqueue(10)  # earlier work does not count
     trace = Trace(None, spans, device=torch.device("cuda", 0))
     began_ns = host.ns
     trace.begin_batch(0)

@@ -1,4 +1,4 @@
-"""The native store against the pure-Python one: any sequence of calls, same results, same errors, same digest.
+"""The native store against the pure-Python one: the same results, errors and digest for any sequence of calls.
 
 Fails, for example, if Index::erase does not move displaced rows back (drop its last loop), or if Table::write_records
 writes `step` where it should write steps[i].
@@ -40,7 +40,7 @@ BUCKETS = st.tuples(st.integers(0, 65536), st.integers(0, 65536)).map(lambda pai
 
 
 def outcome(store: Store, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """What a call returned, or the kind of error it raised."""
+    """Returns the result of a call, or the type of the error that it raised."""
     try:
         return getattr(store, name)(*arguments, **keywords)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -79,19 +79,19 @@ class TwoStores(RuleBasedStateMachine):
 
     @rule(keys=KEY_LISTS, seed=st.integers(0, 99), room=st.integers(-1, 5), gap=st.integers(0, 3))
     def gather_into_and_scatter_from(self, keys: list[int], seed: int, room: int, gap: int) -> None:
-        """At random places of a larger array, or at all of it in order; with room -1 there is one place too few, and
-        both refuse. With gaps between its rows, which stay as they are."""
+        """Uses random places of a larger array, or all of it in order. With room -1 one place is missing, and both
+        stores refuse. Gaps between rows must not change."""
         tensor = torch.tensor(keys, dtype=torch.int64)
         generator = torch.Generator().manual_seed(seed)
         size = max(len(keys) + room, 0)
         places = torch.randperm(len(keys) + max(room, 0), generator=generator)[: len(keys)] if seed % 4 else None
         width = self.spec.num_columns
         outs = [torch.zeros(size, width + gap, dtype=self.spec.dtype) for _ in range(2)]
-        found = [
+        results = [
             outcome(store, "gather_into", self.spec.name, tensor, out[:, :width], places)
             for store, out in zip((self.native, self.oracle), outs, strict=True)
         ]
-        assert same(*found)
+        assert same(*results)
         assert torch.equal(*outs)
         records = torch.cat([self.new_records(size), torch.full((size, gap), torch.nan, dtype=self.spec.dtype)], 1)
         self.both("scatter_from", self.spec.name, tensor, records[:, :width], places, self.num_writes)
@@ -107,8 +107,8 @@ class TwoStores(RuleBasedStateMachine):
     def several_tables(
         self, keys: list[list[int]], first: int, num_tables: int, seed: int, room: int, odd: str
     ) -> None:
-        """Tables in any order, with or without places; now and then something that both refuse, in all calls or in
-        those that read or write records."""
+        """Uses tables in any order, with or without places. Some cases are refused by both stores, in all calls or only
+        in those that read or write records."""
         names = [self.spec.name, "second", "third"]
         names = (names[first:] + names[:first])[:num_tables]
         if odd in ("repeat", "wider", "unknown") and names:
@@ -123,11 +123,11 @@ class TwoStores(RuleBasedStateMachine):
         size = max(len(tensor) + room, 0)
         places = torch.randperm(len(tensor) + max(room, 0), generator=generator)[: len(tensor)] if seed % 4 else None
         outs = [torch.zeros(size, self.spec.num_columns + 2, dtype=self.spec.dtype) for _ in range(2)]
-        found = [
+        results = [
             outcome(store, "gather_tables", names, offsets, tensor, out[:, :-2], places)
             for store, out in zip((self.native, self.oracle), outs, strict=True)
         ]
-        assert same(*found)
+        assert same(*results)
         assert torch.equal(*outs)
         self.both("find_tables", names, offsets, tensor)
         self.both("scatter_tables", names, offsets, tensor, self.new_records(size), places, self.num_writes - 1)

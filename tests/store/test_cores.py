@@ -54,7 +54,7 @@ def write(path: Path, text: str) -> None:
     ],
 )
 def test_cpu_quota(tmp_path: Path, monkeypatch, cgroup: str, files: dict[str, str], expected: int) -> None:
-    """With 128 cores. Fails if usable_cores returns the affinity alone, rounds down, or leaves ancestors out."""
+    """On 128 cores. Fails if usable_cores returns the affinity alone, rounds down, or ignores ancestors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(128)))
     write(tmp_path / "cgroup", f"{cgroup}\n")
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""What the native store refuses, and that a refusal changes nothing; threads, forks, memory."""
+"""The native store: refused calls change nothing; threads, forks and memory."""
 
 import copy
 import multiprocessing
@@ -156,7 +156,7 @@ def test_several_tables_refused(store: HostStore, call, error: type[Exception], 
 
 
 def test_one_row_of_any_stride(store: HostStore) -> None:
-    """Fails if check_records_at returns records.stride(0): that of a single row may be anything."""
+    """Fails if check_records_at returns records.stride(0): the stride of a single row is arbitrary."""
     store.scatter_from("item", KEYS[:1], torch.full((6,), 3.0).as_strided((1, 6), (2**62, 1)), None, step=1)
     assert store.gather("item", KEYS[:1]).records.tolist() == [[3.0] * 6]
 
@@ -195,7 +195,7 @@ print("still good")
 
 
 def test_out_of_memory_is_refused() -> None:
-    """400 MB of rows within 200 MB of address space: refused, nothing changed, and the store goes on."""
+    """400 MB of rows in 200 MB of address space are refused. Nothing changes, and the store stays usable."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "refused: out of memory: the system refused" in done.stdout
@@ -251,7 +251,7 @@ def test_exit_while_a_thread_is_in_a_call() -> None:
 
 
 def test_keys_of_one_owner() -> None:
-    """A rank has the keys of its buckets only. Fails, by its timeout, if the index is ordered by the bucket's bits."""
+    """A rank has only the keys of its buckets. Fails by a timeout if the index is ordered by the bits of the bucket."""
     keys = torch.arange(1_500_000)
     order, counts = group_by_owner("item", keys, 8)
     owned = keys[order.split(counts.tolist())[5]]
@@ -259,15 +259,15 @@ def test_keys_of_one_owner() -> None:
     store.create_table(TableSpec("item", 4))
     store.scatter("item", owned, torch.ones(len(owned), 4), step=0)
     assert store.find("item", owned).all()
-    copy_of_store = HostStore()
-    copy_of_store.create_table(TableSpec("item", 4))
-    for first in range(40_000, 50_000, 1000):  # bucket after bucket, as a checkpoint brings them
-        copy_of_store.import_piece("item", first, first + 1000, store.export_piece("item", first, first + 1000))
-    assert copy_of_store.size("item") == store.count("item", 40_000, 50_000) > 0
+    imported = HostStore()
+    imported.create_table(TableSpec("item", 4))
+    for first in range(40_000, 50_000, 1000):  # bucket after bucket, as in a checkpoint
+        imported.import_piece("item", first, first + 1000, store.export_piece("item", first, first + 1000))
+    assert imported.size("item") == store.count("item", 40_000, 50_000) > 0
 
 
-def test_export_beside_a_writer(store: HostStore) -> None:
-    """Fails if export_piece does not begin again when rows were inserted after its count."""
+def test_export_during_writes(store: HostStore) -> None:
+    """Fails if export_piece does not start again when rows were inserted after its count."""
     stop = threading.Event()
 
     def write() -> None:
@@ -300,8 +300,8 @@ def test_results_do_not_depend_on_threads() -> None:
     assert len(digests) == 1
 
 
-def test_threads_side_by_side(store: HostStore) -> None:
-    """Readers see either all of a writer's call or nothing of it."""
+def test_concurrent_threads(store: HostStore) -> None:
+    """A reader sees either all of a write or nothing of it."""
     keys, failures = torch.arange(10_000), []
 
     def read() -> None:
@@ -322,7 +322,7 @@ def test_threads_side_by_side(store: HostStore) -> None:
 
 
 def test_works_in_a_forked_child(store: HostStore) -> None:
-    """The library's helper threads do not exist in a child: it must start its own, not count on the parent's.
+    """The library's helper threads do not exist in a forked child, which must start its own.
 
     Fails without the pthread_atfork handler in parallel.cpp.
     """
@@ -357,7 +357,7 @@ def test_memory_report(store: HostStore) -> None:
 
 
 def test_small_tables_are_small() -> None:
-    """Fails if the first block of an arena is advised to be of huge pages from its start."""
+    """Fails if the first block of an arena is advised to use huge pages from its start."""
     store = HostStore()
     before = resident_bytes()
     for number in range(200):

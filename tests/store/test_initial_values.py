@@ -1,4 +1,4 @@
-"""Initial rows: golden bits, the oracle, and nothing but (seed, table name, key) in them (E4).
+"""Initial rows: they have golden bits, equal the oracle's, and depend on (seed, table name, key) alone (E4).
 
 Fails, for example, if `hash` instead of `hash ^ seed_` starts the stream in InitialRecord::write_as; and, compiled for
 a processor that fuses multiply and add, without -ffp-contract=off.
@@ -112,7 +112,7 @@ def test_moments(distribution: init.Distribution, mean: float, std: float, low: 
 
 
 def test_the_last_cell_is_not_rounded_up() -> None:
-    """The key whose first 52 bits are all ones: as 53 bits they would round to exactly 1, which has no quantile."""
+    """This key's first 52 bits are all ones. Taken as 53 bits they would round to exactly 1, which has no quantile."""
     keys = torch.tensor([3209682245378672051])
     assert rows_of(TableSpec("item", 1, init=init.Uniform(0, 1), dtype=torch.float64, seed=7), keys).item() < 1
     assert 8 < rows_of(TableSpec("item", 1, init=init.Normal(1.0), dtype=torch.float64, seed=7), keys).item() < 9

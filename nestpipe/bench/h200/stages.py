@@ -84,7 +84,7 @@ def _owned(features: dict[str, Feature], keys: Tensor) -> list[OwnerDedup]:
     batch = Batch({"history": Jagged(keys, torch.tensor([0, len(keys)])), "target": empty, "negatives": empty})
     route = route_alone(dedup_batch(group_features(features), batch, 1, 1))
     assert route is not None
-    return route.owned
+    return route.owner_dedups
 
 
 def _against(

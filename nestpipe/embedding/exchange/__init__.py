@@ -1,10 +1,10 @@
-"""Rows from owners to requesters, and their gradients back: one interface, with and without other ranks.
+"""The exchange: rows from owners to requesters, gradients back. One interface, with and without other ranks.
 
-No row changes between its sending and the arrival of the batch's gradient for it. The gradients of a row are added in a
-fixed order: a requester's micro-batches 0, 1, ..., then the requesters in order of rank.
+A row does not change between its sending and the arrival of the batch's gradient for it. The gradients of a row are
+added in a fixed order: a requester's micro-batches 0, 1, ..., then the requesters in order of rank.
 
-A requester checks its own sums: one that is not finite, or so large that the sum over all ranks might not be, is told
-to all ranks before the step counts. Owners check nothing.
+A requester checks its own sums. If one is not finite, or so large that the sum over all ranks might not be, all ranks
+learn it before the step counts. Owners check nothing.
 """
 
 from collections.abc import Sequence
@@ -26,36 +26,36 @@ class BatchExchange(Protocol):
     """The exchanges of one batch. All lists are by table group."""
 
     row_bytes: int
-    """bytes of rows sent to other ranks"""
+    """Bytes of rows sent to other ranks."""
     gradient_bytes: int
-    """bytes of gradients sent to other ranks"""
+    """Bytes of gradients sent to other ranks."""
     exceeds: Tensor
-    """one int32: not 0 if a sum of this requester is not finite or too large"""
+    """One int32, not 0 if a sum of this requester is not finite or too large."""
 
     def send_rows(self, micro_batch: int) -> None:
         """Sends the rows that a micro-batch needs from owners to requesters."""
 
     def rows(self, micro_batch: int) -> list[Tensor]:
-        """Returns the rows of a micro-batch, once they were sent, in memory of their own. Each is asked for once."""
+        """Returns the rows of a micro-batch that was sent, in their own memory. Call it once for each micro-batch."""
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""
 
     def sum_gradients(self) -> list[Tensor | None]:
-        """Adds up what all ranks returned, by slot. None for a frozen group."""
+        """Returns the sum of the gradients that all ranks returned, by slot; None for a frozen group."""
 
 
 class Exchange(Protocol):
     """Opens the exchanges of batches."""
 
     size: int
-    """number of ranks"""
+    """Number of ranks."""
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
         """Tells owners which keys the batch needs. Returns None at the end of data; raises an error on all ranks."""
 
     def plan(self, route: Route, window: str) -> Plan | None:
-        """Plans what travels with which micro-batch; None if nothing travels."""
+        """Plans what travels with each micro-batch; returns None if nothing travels."""
 
     def agree(self, error: Exception | None) -> None:
         """Raises on all ranks if any of them has an error."""

@@ -1,7 +1,7 @@
 """The exchange among several ranks: one message carries the rows of all groups and tables.
 
-Rows are gathered into a message and put in their places from it, without a copy in between; a rank's own, while the
-message travels.
+Rows are gathered into a message and copied from it to their places, without a temporary copy. A rank copies its own
+rows while the message travels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class Outgoing:
 
     message: Tensor
     ready: Mark
-    """event that fires when it is complete; None if stream order already guarantees it"""
+    """Event that fires when the message is complete; None if stream order already guarantees it."""
 
 
 class DistributedBatch:
@@ -81,16 +81,16 @@ class DistributedBatch:
         pairs = zip(batch.groups, plan.groups, strict=True)
         self._requesters = [_Requester(dedup, lists, plan.window, memory, rows.size) for dedup, lists in pairs]
         self._entries: dict[int, Tensor] = {}
-        """by group, at the owner: the gradient of each entry"""
+        """Owner: gradient of each entry, by group."""
         self._outgoing: dict[int, Outgoing] = {}
-        """by micro-batch: rows that were written ahead"""
+        """Rows that were written ahead, by micro-batch."""
 
     def send_rows(self, micro_batch: int) -> None:
         outgoing = self._outgoing.pop(micro_batch, None) or self._write_rows(micro_batch)
         targets = [requester.arriving(micro_batch) for requester in self._requesters]
 
         def meanwhile() -> None:
-            # Rows are frozen. While these travel the next are written, so that this thread waits for its device once.
+            # Rows are frozen, so the next message is written while this one travels. This thread then waits only once.
             if outgoing.ready is not None and micro_batch + 1 < self._num_micro_batches:
                 self._outgoing[micro_batch + 1] = self._write_rows(micro_batch + 1)
             for lists, resident, target in zip(self._plan.groups, self._resident, targets, strict=True):
@@ -114,7 +114,7 @@ class DistributedBatch:
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[Tensor]:
-        rows = [requester.take_rows(micro_batch) for requester in self._requesters]
+        rows = [requester.pop_rows(micro_batch) for requester in self._requesters]
         use_here(*rows)
         return [r.requires_grad_(not lists.group.frozen) for r, lists in zip(rows, self._plan.groups, strict=True)]
 
@@ -166,7 +166,7 @@ class DistributedBatch:
             self._add_to_entries(g, entries, rows)
 
     def _entries_of(self, g: int) -> Tensor:
-        """Returns memory for the gradients of entries. Sent once, each arrives once; resent, they add up from zero."""
+        """Returns memory for the gradients of entries: uninitialised if each arrives once, zeros if they are resent."""
         if g not in self._entries:
             lists = self._plan.groups[g]
             entries = self._memory.empty_rows(lists.num_entries, lists.group.dim, lists.group.dtype)
@@ -193,7 +193,7 @@ class DistributedBatch:
         micro_batch: int,
         meanwhile: Callable[[], None],
     ) -> Iterator[Tensor]:
-        """Sends one message to all ranks and yields what they sent, which is valid within the context."""
+        """Sends a message to all ranks and yields the received one, which is valid within the context."""
         if outgoing.ready is not None:
             outgoing.ready.synchronize()
         received = self._memory.empty_message(arriving.num_bytes[micro_batch])
@@ -206,7 +206,7 @@ class DistributedBatch:
 
 
 class _Requester:
-    """One group on the requester: the rows it was sent, the gradients it has summed."""
+    """One group on the requester: received rows and summed gradients."""
 
     def __init__(self, dedup: RequesterDedup, lists: GroupPlan, window: str, memory: Memory, world_size: int) -> None:
         self._dedup = dedup
@@ -215,14 +215,14 @@ class _Requester:
         self._is_split = len(dedup.row_offsets) > 2
         self._limit = sum_limit(lists.group.dtype, world_size)
         self._rows: dict[int, Tensor] = {}
-        """by micro-batch, until its dense part begins"""
+        """Rows by micro-batch, until its dense part begins."""
         self._kept: Tensor | None = None
-        """rows by position, those sent so far"""
+        """Rows received so far, by position."""
         self._sums: Tensor | None = None
-        """gradients by position"""
+        """Gradients summed so far, by position."""
 
     def arriving(self, micro_batch: int) -> Tensor:
-        """Returns where the rows of a micro-batch are to be put: the only one's in their final place."""
+        """Returns the memory for the arriving rows of a micro-batch. A single micro-batch needs no other copy."""
         if not self._is_split:
             self._rows[micro_batch] = self._empty(self._dedup.num_rows(micro_batch))
             return self._rows[micro_batch]
@@ -231,16 +231,16 @@ class _Requester:
         return self._kept
 
     def gather(self, micro_batch: int) -> None:
-        """Gathers the rows of a micro-batch from those sent with it and those kept from earlier ones."""
+        """Gathers the rows of a micro-batch from those that arrived with it or earlier."""
         if self._kept is not None:
             self._rows[micro_batch] = rows = self._empty(self._dedup.num_rows(micro_batch))
             self._memory.copy_rows(self._kept, self._positions(micro_batch), rows, None)
 
-    def take_rows(self, micro_batch: int) -> Tensor:
+    def pop_rows(self, micro_batch: int) -> Tensor:
         return self._rows.pop(micro_batch)
 
     def collect(self, micro_batch: int, gradient: Tensor | None, exceeds: Tensor) -> Tensor:
-        """Adds a micro-batch's gradient to the sums, and returns what gradients are sent from."""
+        """Adds a micro-batch's gradient to the sums, and returns the array from which gradients are sent."""
         if gradient is None:
             gradient = self._empty(self._dedup.num_rows(micro_batch)).zero_()
         if not self._is_split:

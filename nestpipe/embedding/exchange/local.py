@@ -1,7 +1,7 @@
 """The exchange in a world of one: nothing travels.
 
-A position is a slot, so the rows of a micro-batch are gathered from the resident rows, and their gradients are added up
-where the row optimizer wants them.
+A position is a slot, so the rows of a micro-batch are gathered from the resident rows, and their gradients are summed
+by slot.
 """
 
 from collections.abc import Sequence

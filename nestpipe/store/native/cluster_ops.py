@@ -1,4 +1,4 @@
-"""Distributing the samples of a batch over parts, so that samples which share keys come together."""
+"""Clustering: distributes the samples of a batch over parts, so that samples which share keys come together."""
 
 from collections.abc import Sequence
 from ctypes import byref
@@ -21,10 +21,10 @@ def cluster(
     method: str = "spectral",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The samples part by part, ascending within a part, and the offsets of the parts [num_parts + 1].
+    """Returns the samples part by part, ascending within a part, and the offsets of the parts [num_parts + 1].
 
-    `lists`: for each feature the number of every key among the distinct keys of the batch (0 .. num_distinct - 1;
-    negative: padding) and the offsets of its samples. `cost`: what each sample costs, above 0. See
+    `lists`: for each feature, the number of every key among the distinct keys of the batch (0 .. num_distinct - 1;
+    negative for padding) and the offsets of its samples. `cost`: cost of each sample, above 0. See
     csrc/include/nestpipe.h.
     """
     if method not in NATIVE_METHODS:

@@ -18,9 +18,9 @@ from nestpipe.store.native.library import call, pointer
 
 
 def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys.
+    """Returns distinct keys in order of first occurrence, and `inverse` such that unique[inverse] == keys.
 
-    `out`: memory for both, as long as `keys`, to be used again from call to call; the first result is a view of it.
+    `out`: memory for both results, each as long as `keys`; the first result is a view of it.
     """
     num_keys = check_keys(keys)
     check_threads(num_threads)
@@ -33,26 +33,26 @@ def unique(keys: Tensor, num_threads: int = 1, out: tuple[Tensor, Tensor] | None
 
 
 def match_tables(
-    before: Tensor, before_offsets: Tensor, here: Tensor, here_offsets: Tensor, num_threads: int = 1
+    before: Tensor, before_offsets: Tensor, keys: Tensor, key_offsets: Tensor, num_threads: int = 1
 ) -> Tensor:
-    """The index in `before` of each key of `here`, looked for within the same table; -1 where it has none.
+    """Returns the index in `before` of each of `keys`, searched within the same table; -1 if it is not there.
 
     Table t has keys offsets[t] .. offsets[t + 1] - 1 of either list. Those of `before` are distinct within a table.
     """
-    num_before, num_here = check_keys(before), check_keys(here)
+    num_before, num_keys = check_keys(before), check_keys(keys)
     check_threads(num_threads)
-    num_tables = max(len(here_offsets), 1) - 1
+    num_tables = max(len(key_offsets), 1) - 1
     check_offsets("before_offsets", before_offsets, num_tables)
-    check_offsets("here_offsets", here_offsets, num_tables)
-    places = torch.empty_like(here)
+    check_offsets("key_offsets", key_offsets, num_tables)
+    places = torch.empty_like(keys)
     call(
         "match_tables",
         pointer(before),
         num_before,
         pointer(before_offsets),
-        pointer(here),
-        num_here,
-        pointer(here_offsets),
+        pointer(keys),
+        num_keys,
+        pointer(key_offsets),
         num_tables,
         pointer(places),
         num_threads,
@@ -61,7 +61,7 @@ def match_tables(
 
 
 def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
-    """Positions of the keys, owner rank 0's first, in the given order within an owner; and how many each owner has."""
+    """Returns the positions of the keys, ordered by owner and then as given, and the number of keys of each owner."""
     check_name(table)
     check_integer("world_size", world_size, 1, NUM_BUCKETS)
     num_keys = check_keys(keys)
@@ -73,10 +73,10 @@ def group_by_owner(table: str, keys: Tensor, world_size: int) -> tuple[Tensor, T
 def group_by_row(
     index: Tensor, offsets: Tensor | None, num_rows: int, with_occurrences: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The occurrences of each row, in order: offsets of the rows, numbers of the occurrences, and their samples.
+    """Groups occurrences by row. Returns the offsets of the rows, the occurrences of each row in order, their samples.
 
-    Occurrence i is of row index[i], or of none where that is num_rows; sample s has occurrences offsets[s] ..
-    offsets[s + 1] - 1, or s alone without offsets.
+    Occurrence i has row index[i], or no row if that is num_rows. Sample s has occurrences offsets[s] ..
+    offsets[s + 1] - 1; without offsets, occurrence s alone.
     """
     num_occurrences = check_keys(index)
     check_integer("num_rows", num_rows, 0, 2**40 - 1)
@@ -103,7 +103,7 @@ def group_by_row(
 
 
 def hash_keys(table: str, keys: Tensor) -> Tensor:
-    """mix64(key, table name) as int64 bit patterns. The top 16 bits are the key's bucket."""
+    """Returns mix64(key, table name) as int64 bit patterns. The top 16 bits are the key's bucket."""
     check_name(table)
     num_keys = check_keys(keys)
     hashes = torch.empty_like(keys)

@@ -1,4 +1,7 @@
-"""The native library: found, loaded, typed, its status codes turned into exceptions. See csrc/include/nestpipe.h."""
+"""The binding of the native library: loads it, types its functions, and turns status codes into exceptions.
+
+See csrc/include/nestpipe.h.
+"""
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint8, c_uint64, c_void_p
@@ -13,7 +16,7 @@ LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
 class TableChangedError(RuntimeError):
-    """A table was written to between two calls that belong together; nothing was done."""
+    """A table was written to between two calls that belong together. The second call did nothing."""
 
 
 class NativeSpec(ctypes.Structure):
@@ -84,7 +87,7 @@ class NativeBatch(ctypes.Structure):
 
 
 _TABLE = (c_void_p, c_int32)
-_TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, numbers, offsets of their keys, how many
+_TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, table numbers, offsets of their keys, number of tables
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
 _COUNTS = (c_void_p, c_int64, c_int64)
@@ -171,7 +174,7 @@ _library = _load(LIBRARY)
 
 
 def call(name: str, *arguments: object) -> None:
-    """Calls nestpipe_<name>; raises what its status says."""
+    """Calls nestpipe_<name>, and raises an exception if its status is an error."""
     status = getattr(_library, f"nestpipe_{name}")(*arguments)
     if status != 0:
         text = _library.nestpipe_last_error().decode(errors="replace")
@@ -179,5 +182,5 @@ def call(name: str, *arguments: object) -> None:
 
 
 def pointer(array: Tensor | None) -> int | None:
-    """The address of an array that the checks of interface.py have passed."""
+    """Returns the address of an array that interface.py has checked."""
     return None if array is None else array.data_ptr()

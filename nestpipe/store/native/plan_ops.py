@@ -1,6 +1,6 @@
-"""The keys of a batch, for all tables and all ranks at once: distinct ones, their owners, the parts that use them.
+"""Operations on the keys of a batch, for all tables and ranks at once: dedup, owners, the parts that use a key.
 
-Each function is one call of native code. A matrix of counts is an int32 tensor [ranks, tables].
+Each function is one native call. A matrix of counts is an int32 tensor [ranks, tables].
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ _WHICH = {"first": 0, "last": 1, "all": 2}
 
 
 class Deduped(NamedTuple):
-    """The distinct keys of a batch, ordered by (owner, table, first occurrence). A key's place there is its position.
-    Without meaning where `outside` is not None."""
+    """The distinct keys of a batch, ordered by (owner, table, first occurrence). The index of a key in this order is
+    its position. Meaningless if `outside` is not None."""
 
     keys: Tensor
     counts: Tensor
     """[world_size, tables] int32: distinct keys."""
     positions: Tensor
-    """[occurrences] of all features, one behind the other: the position of the key, -1 for padding."""
+    """[occurrences] of all features, concatenated: the position of the key, -1 for padding."""
     outside: tuple[int, int] | None
-    """The first feature with a key outside of its limit, and the first such occurrence in it."""
+    """First feature with a key outside of its limit, and the first such occurrence in it; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,26 @@ class Split:
     """A batch cut into parts, and the rows that each part uses."""
 
     uses: Tensor
-    """[distinct keys, ceil(parts / 8)] uint8: bit p % 8 of byte p // 8 is set where part p uses the key."""
+    """[distinct keys, ceil(parts / 8)] uint8: bit p % 8 of byte p // 8 is set if part p uses the key."""
     row_positions: Tensor
-    """The positions that each part uses, ordered by (part, table, position): the rows of the part."""
+    """Positions that each part uses, ordered by (part, table, position): the rows of the part."""
     is_first: Tensor
-    """bool, for each of them: whether no earlier part uses the position."""
+    """[row positions] bool: True if no earlier part uses the position."""
     row_counts: Tensor
-    """[parts, tables] int64"""
+    """[parts, tables] int64: number of rows."""
     index: Tensor
-    """[occurrences], ordered by (part, feature, sample, occurrence): the row of the key, counted within the part's rows
-    of its table; their number for padding."""
+    """[occurrences], ordered by (part, feature, sample, occurrence): the row of the key among the part's rows of its
+    table; for padding, the number of those rows."""
     index_offsets: Tensor
-    """[parts * features + 1]: where each feature of each part begins in `index`."""
+    """[parts * features + 1]: start of each feature of each part in `index`."""
     offsets: Tensor
-    """For each part and feature, one behind the other: where its samples begin and the last one ends, from 0."""
+    """Offsets of the samples of each part and feature, each from 0, concatenated."""
     sources: Tensor | None
-    """[occurrences]: for each entry of `index` the occurrence it came from, counted through all features."""
+    """[occurrences]: for each entry of `index`, the occurrence it came from, counted through all features."""
 
 
 def table_salts(names: Sequence[str]) -> Tensor:
-    """What the keys of each table are hashed with, as int64 bit patterns."""
+    """Returns the salt with which the keys of each table are hashed, as int64 bit patterns."""
     salts, salt = torch.empty(len(names), dtype=torch.int64), c_uint64()
     for i, name in enumerate(names):
         check_name(name)
@@ -67,11 +67,11 @@ def table_salts(names: Sequence[str]) -> Tensor:
 
 
 def dedup(features: NDArray[np.int64], salts: Tensor, world_size: int, num_threads: int = 1) -> Deduped:
-    """The distinct keys of each table, their owners, and the position of every occurrence.
+    """Finds the distinct keys of each table, their owners, and the position of every occurrence.
 
     `features`: [F, 6], for each feature the address of its keys, their number, its table (ascending), whether it has
-    padding, the key that stands for padding, and the limit below which keys must be (0: none). The caller keeps the
-    keys alive.
+    padding, the key that stands for padding, and the exclusive upper limit of keys (0 for no limit). The caller keeps
+    the keys alive.
     """
     _check_features(features, FEATURE_KEYS_WIDTH)
     check_values("salts", salts, torch.int64)
@@ -111,9 +111,9 @@ def split(
     """Cuts the samples of a batch into parts, and numbers the rows that each part uses.
 
     `features`: [F, 3], for each feature the address of its offsets (num_samples + 1 of them), the number of its keys
-    and its table; the caller keeps the offsets alive. `positions`, `counts`: what `dedup` returned, `num_distinct` keys
-    of it. `samples`: which sample comes in which place, each once; None: in their order. `part_offsets`: part p has
-    places part_offsets[p] .. part_offsets[p + 1] - 1.
+    and its table; the caller keeps the offsets alive. `positions`, `counts`: results of `dedup`, which found
+    `num_distinct` keys. `samples`: the order of the samples, a permutation; None if they keep their order.
+    `part_offsets`: part p has samples part_offsets[p] .. part_offsets[p + 1] - 1 of this order.
     """
     _check_features(features, FEATURE_SAMPLES_WIDTH)
     check_values("positions", positions, torch.int64)
@@ -169,8 +169,8 @@ def split(
 
 
 def owner_dedup(keys: Tensor, counts: Tensor, num_threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct keys of what all ranks ask for, ordered by (table, first occurrence); the number of each of `keys`
-    among them; how many each table has, [tables].
+    """Returns the distinct keys that all ranks ask for, ordered by (table, first occurrence); the slot of each of
+    `keys`, which is its index among the distinct keys; and the number of distinct keys of each table, [tables].
 
     `keys`: ordered by (rank, table), counts[rank, table] of each.
     """
@@ -196,15 +196,16 @@ def owner_dedup(keys: Tensor, counts: Tensor, num_threads: int = 1) -> tuple[Ten
 
 
 def exchange_lists(
-    uses: Tensor, num_parts: int, which: str, rank_counts: Tensor, own_rank: int, num_rooms: int | None = None
+    uses: Tensor, num_parts: int, which: str, rank_counts: Tensor, own_rank: int, capacity: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys of each part: numbers of those of other ranks, ascending, then of those of own_rank, ascending; offsets
-    [2 * num_parts + 1], where part p has others' keys offsets[2 p] .. offsets[2 p + 1] - 1 and own ones from there to
-    offsets[2 p + 2] - 1; and how many of each rank, [num_parts, ranks], with 0 for own_rank.
+    """Lists the keys that travel with each part. Returns three arrays: the indices of the keys, part by part, those of
+    other ranks ascending, then those of own_rank ascending; offsets [2 * num_parts + 1], where part p has other ranks'
+    keys from offsets[2 p] and own keys from offsets[2 p + 1]; and the number of keys of each rank, [num_parts, ranks],
+    with 0 for own_rank.
 
-    `uses`: which parts use each key, as of `split`. `which`: whether a key belongs to the "first" part that uses it, to
-    the "last" or to "all". `rank_counts`: the keys of each rank, which are ordered by rank. `num_rooms`: how many the
-    lists have at most, if the caller knows; without it "all" counts first, in a call of its own.
+    `uses`: the parts that use each key, as in `Split`. `which`: a key travels with the "first", the "last" or "all"
+    parts that use it. `rank_counts`: number of keys of each rank; keys are ordered by rank. `capacity`: upper bound of
+    the length of the lists; without it, "all" makes one more call to count.
     """
     if which not in _WHICH:
         raise ValueError(f"which is {which!r}, must be 'first', 'last' or 'all'")
@@ -232,24 +233,24 @@ def exchange_lists(
             pointer(counts),
         )
 
-    if num_rooms is None:
+    if capacity is None:
         if which == "all":
             run(None)
-            num_rooms = int(offsets[-1])
+            capacity = int(offsets[-1])
         else:
-            num_rooms = num_keys
-    _check_size("num_rooms", num_rooms)
-    places = torch.empty(num_rooms, dtype=torch.int64)
+            capacity = num_keys
+    _check_size("capacity", capacity)
+    places = torch.empty(capacity, dtype=torch.int64)
     run(places)
     num_listed = num_keys if which != "all" else int(offsets[-1])
-    if num_listed > num_rooms:  # native code takes no room at all for none wanted
-        raise ValueError(f"places has room for {num_rooms} of {num_listed} keys")
-    return (places if num_listed == num_rooms else places[:num_listed]), offsets, counts
+    if num_listed > capacity:  # native code takes a capacity of 0 for a call that only counts
+        raise ValueError(f"places has room for {capacity} of {num_listed} keys")
+    return (places if num_listed == capacity else places[:num_listed]), offsets, counts
 
 
 def cluster_numbers(counts: Tensor, bases: Tensor, num_positions: int) -> Tensor:
-    """For each position, ordered by (rank, table) as `counts` says: bases[table] and how many positions of that table
-    come before it. `num_positions`: the sum of `counts`."""
+    """Numbers the positions of each table: returns for each position bases[table] plus the number of earlier positions
+    of that table. Positions are ordered by (rank, table); `num_positions` is the sum of `counts`."""
     num_ranks, num_tables = _check_matrix(counts)
     check_values("bases", bases, torch.int64, num_tables)
     _check_size("num_positions", num_positions)
@@ -273,7 +274,7 @@ def copy_runs(
     to_offsets: Tensor | NDArray[np.int64],
     sizes: Tensor | NDArray[np.int64],
 ) -> None:
-    """Copies runs of bytes between two contiguous tensors of any dtype, which do not overlap. Offsets and sizes are in
+    """Copies runs of bytes between two contiguous tensors of any dtype that do not overlap. Offsets and sizes are in
     bytes."""
     for what, array in (("source", source), ("target", target)):
         if not (array.is_cpu and array.is_contiguous()):
@@ -293,8 +294,10 @@ def copy_runs(
 
 
 def check_values(what: str, array: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Refuses an array that native code could not read; without a shape, one that is not a list. Costs little where
-    all is well; check_array has the words for where it is not."""
+    """Refuses an array that native code cannot read. Without a shape, it must have one dimension.
+
+    Cheaper than check_array, which it calls only to raise the error.
+    """
     fits = array.shape == shape if shape else array.dim() == 1
     if not (fits and array.dtype is dtype and array.is_cpu and array.is_contiguous()):
         check_array(what, array, dtype, shape or (None,))

@@ -1,7 +1,6 @@
-"""Rows from one array to another: copied, added, summed, without a store and without a copy in between.
+"""Copies, adds and sums rows between arrays, without a temporary copy.
 
-Rows are those of tensors [n, dim] in host memory, which may lie further apart than they are long. The arrays of a call
-do not overlap.
+Arrays are tensors [n, dim] in host memory; there may be gaps between their rows. The arrays of a call do not overlap.
 """
 
 import math
@@ -25,10 +24,10 @@ def copy_rows(
     from_unit: int | None = None,
     to_unit: int | None = None,
 ) -> None:
-    """target[to_places] = source[from_places], in one pass; None stands for all rows, in order. to_places are distinct.
+    """Copies rows: target[to_places] = source[from_places]. None stands for all rows, in order. to_places are distinct.
 
-    `from_unit`, `to_unit`: the bytes that places count in, where that is not the distance between rows. It may be less
-    than a row.
+    `from_unit`, `to_unit`: unit of the places, in bytes; the distance between rows if not given. It may be smaller than
+    a row.
     """
     _check_rows("source", source)
     _check_rows("target", target)
@@ -61,8 +60,8 @@ def write_rows(
     message_places: Tensor | None,
     num_threads: int = 1,
 ) -> None:
-    """Copies rows `from_places` of `source`, or all, to bytes message_places * unit_bytes and on of the message; None:
-    one row every unit."""
+    """Copies rows `from_places` of `source`, or all, to the message. Each row starts at byte message_places *
+    unit_bytes; without places, one row starts every unit."""
     _check_rows("source", source)
     check_values("message", message, torch.uint8)
     _copy(
@@ -88,8 +87,7 @@ def read_rows(
     to_places: Tensor | None,
     num_threads: int = 1,
 ) -> None:
-    """Copies bytes message_places * unit_bytes and on of the message to rows `to_places` of `target`, or to all; None:
-    one row every unit."""
+    """Copies rows of the message, as write_rows lays them out, to rows `to_places` of `target`, or to all."""
     _check_rows("target", target)
     _check_writable("target", target)
     check_values("message", message, torch.uint8)
@@ -117,10 +115,10 @@ def add_rows(
     exceeds: Tensor | None = None,
     num_threads: int = 1,
 ) -> None:
-    """target[places] += source; a row that `is_first` becomes 0 + source instead. Places are distinct; None: all rows,
-    in order.
+    """Adds rows: target[places] += source, or target[places] = 0 + source where `is_first`. Places are distinct; None
+    stands for all rows, in order.
 
-    `exceeds`: int32 [1], becomes 1 where a result is NaN or its absolute value above `limit`, else stays as it is.
+    `exceeds`: int32 [1], set to 1 if a result is NaN or its absolute value is above `limit`; otherwise left as it is.
     """
     count = len(source)
     _check_rows("target", target)
@@ -154,8 +152,8 @@ def add_rows(
 
 
 def sum_rows(values: Tensor, order: Tensor | None, offsets: Tensor, out: Tensor, num_threads: int = 1) -> None:
-    """out[s] = ((0 + values[order[o]]) + values[order[o + 1]]) + ..., o = offsets[s] .. offsets[s + 1] - 1, in that
-    order; zeros where there are none. Without `order` it is 0, 1, 2, ..."""
+    """Sums segments of rows: out[s] = ((0 + values[order[o]]) + values[order[o + 1]]) + ..., for o = offsets[s] ..
+    offsets[s + 1] - 1 in that order; zeros for an empty segment. The default of `order` is 0, 1, 2, ..."""
     num_segments = len(out)
     _check_rows("values", values)
     _check_rows("out", out)
@@ -214,7 +212,7 @@ def _copy(
 
 
 def _num_rows(places: Tensor | None, rows: Tensor, other_places: Tensor | None, other_rows: Tensor | None) -> int:
-    """How many rows a copy has: as many as places, or, without any, all."""
+    """Returns the number of rows to copy: the number of places, or of all rows without places."""
     if places is not None:
         return len(places)
     if other_places is not None:
@@ -251,11 +249,11 @@ def _description(rows: Tensor) -> str:
 
 
 def _stride(rows: Tensor) -> int:
-    """Bytes from one row to the next."""
+    """Returns the bytes from one row to the next."""
     return (rows.stride(0) if len(rows) > 1 else max(rows.shape[1], 1)) * rows.itemsize
 
 
 def _extent(rows: Tensor) -> int:
-    """Bytes from the start of the first row to the end of the last."""
+    """Returns the bytes from the start of the first row to the end of the last."""
     num_rows, dim = rows.shape
     return 0 if num_rows == 0 else ((num_rows - 1) * rows.stride(0) + dim) * rows.itemsize

@@ -16,7 +16,7 @@ WORLD_SIZES = st.sampled_from([1, 2, 3, 7, 1536])
 
 class Feature(NamedTuple):
     keys: list[list[int]]
-    """of each sample"""
+    """Keys of each sample."""
     table: int
     padding: int | None = None
     limit: int = 0
@@ -51,7 +51,7 @@ def integers(values: list[int]) -> Tensor:
 
 
 def feature_keys(features: list[Feature]) -> tuple[np.ndarray, list[Tensor]]:
-    """Rows for `dedup`, and the keys they point to."""
+    """Returns rows for `dedup`, and the keys that they point to."""
     keys = [integers(feature.flat) for feature in features]
     rows = [
         [
@@ -68,7 +68,7 @@ def feature_keys(features: list[Feature]) -> tuple[np.ndarray, list[Tensor]]:
 
 
 def feature_samples(features: list[Feature]) -> tuple[np.ndarray, list[Tensor]]:
-    """Rows for `split`, and the offsets they point to."""
+    """Returns rows for `split`, and the offsets that they point to."""
     offsets = [integers([0, *np.cumsum([len(keys) for keys in feature.keys]).tolist()]) for feature in features]
     rows = [
         [tensor.data_ptr(), len(feature.flat), feature.table] for tensor, feature in zip(offsets, features, strict=True)

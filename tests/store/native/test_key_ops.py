@@ -61,7 +61,7 @@ def test_match_tables(tables: list[tuple[list[int], list[int]]], num_threads: in
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         return torch.tensor([key for keys in lists for key in keys], dtype=torch.int64), offsets
 
-    arguments = *joined([before for before, _ in tables]), *joined([here for _, here in tables])
+    arguments = *joined([before for before, _ in tables]), *joined([keys for _, keys in tables])
     assert torch.equal(match_tables(*arguments, num_threads), dict_store.match_tables(*arguments))
 
 

@@ -37,12 +37,12 @@ def expected_dedup(batch: Batch, world_size: int) -> tuple[list[int], list[list[
     counts = [[0] * batch.num_tables for _ in range(world_size)]
     for rank, table, _ in owned:
         counts[rank][table] += 1
-    of_occurrences = [
+    occurrence_positions = [
         -1 if key == feature.padding else positions[feature.table, key]
         for feature in batch.features
         for key in feature.flat
     ]
-    return [key for _, _, key in owned], counts, of_occurrences
+    return [key for _, _, key in owned], counts, occurrence_positions
 
 
 @given(batch=batches(), world_size=WORLD_SIZES)
@@ -118,7 +118,7 @@ def counted(lists: list[list[list[int]]]) -> Tensor:
 
 
 def check_owner_dedup(lists: list[list[list[int]]], num_threads: int = 1) -> None:
-    """lists[rank][table]: keys."""
+    """Compares owner_dedup with plain loops. lists[rank][table]: keys."""
     distinct: list[int] = []
     slots: dict[tuple[int, int], int] = {}
     table_counts = []
@@ -128,8 +128,8 @@ def check_owner_dedup(lists: list[list[list[int]]], num_threads: int = 1) -> Non
             slots[table, key] = len(distinct)
             distinct.append(key)
         table_counts.append(len(firsts))
-    keys = [key for tables in lists for of_table in tables for key in of_table]
-    expected_slots = [slots[t, key] for tables in lists for t, of_table in enumerate(tables) for key in of_table]
+    keys = [key for tables in lists for table_keys in tables for key in table_keys]
+    expected_slots = [slots[t, key] for tables in lists for t, table_keys in enumerate(tables) for key in table_keys]
     got = plan_ops.owner_dedup(integers(keys), counted(lists), num_threads)
     assert [array.tolist() for array in got] == [distinct, expected_slots, table_counts]
 
@@ -181,19 +181,19 @@ def test_exchange_lists(data: st.DataObject, which: str, num_parts: int) -> None
     parts = st.sets(st.integers(0, num_parts - 1), min_size=least).map(sorted)
     used = data.draw(st.lists(parts, min_size=len(ranks), max_size=len(ranks)))
     uses = torch.zeros(len(ranks), (num_parts + 7) // 8, dtype=torch.uint8)
-    for i, of_key in enumerate(used):
-        for part in of_key:
+    for i, key_parts in enumerate(used):
+        for part in key_parts:
             uses[i, part // 8] += 1 << part % 8
     places, offsets, counts = [], [0], []
     for part in range(num_parts):
-        here = [i for i, of_key in enumerate(used) if part in CHOOSE[which](of_key)]
+        listed = [i for i, key_parts in enumerate(used) if part in CHOOSE[which](key_parts)]
         for own in (False, True):
-            places.extend(i for i in here if (ranks[i] == own_rank) == own)
+            places.extend(i for i in listed if (ranks[i] == own_rank) == own)
             offsets.append(len(places))
-        others = [ranks[i] for i in here if ranks[i] != own_rank]
+        others = [ranks[i] for i in listed if ranks[i] != own_rank]
         counts.append([others.count(rank) for rank in range(len(rank_counts))])
-    for num_rooms in (None, len(places), len(places) + 3):
-        got = plan_ops.exchange_lists(uses, num_parts, which, integers(rank_counts), own_rank, num_rooms)
+    for capacity in (None, len(places), len(places) + 3):
+        got = plan_ops.exchange_lists(uses, num_parts, which, integers(rank_counts), own_rank, capacity)
         assert [array.tolist() for array in got] == [places, offsets, counts]
     if places:
         for too_small in (0, len(places) - 1):

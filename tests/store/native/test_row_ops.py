@@ -18,7 +18,7 @@ SHAPES = pytest.mark.parametrize(("num_rows", "dim", "gap"), [(0, 3, 0), (1, 1, 
 
 
 def random_rows(num_rows: int, dim: int, gap: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Rows with a gap behind each, the last one's included."""
+    """Returns random rows with a gap behind each, also behind the last one."""
     return torch.randn(num_rows, dim + gap, generator=torch.Generator().manual_seed(seed), dtype=dtype)[:, :dim]
 
 

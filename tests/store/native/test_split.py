@@ -19,7 +19,7 @@ from tests.store.native.key_batches import WORLD_SIZES, Batch, Feature, batches,
 
 @st.composite
 def cuts(draw: st.DrawFn, num_samples: int) -> tuple[list[int] | None, list[int]]:
-    """Which sample is in which place, and offsets of parts."""
+    """Draws the order of the samples, and the offsets of parts."""
     num_parts = draw(st.sampled_from([1, 2, 3, 8, 9, 17]))
     inner = draw(st.lists(st.integers(0, num_samples), min_size=num_parts - 1, max_size=num_parts - 1))
     samples = draw(st.one_of(st.none(), st.permutations(range(num_samples))))
@@ -49,26 +49,26 @@ def expected_split(
     for part in range(num_parts):
         places = order[part_offsets[part] : part_offsets[part + 1]]
         lists = [occurrences_of(feature, starts[f], places) for f, feature in enumerate(batch.features)]
-        used = {positions[i] for of_feature in lists for of_sample in of_feature for i in of_sample} - {-1}
+        used = {positions[i] for occurrences in lists for i in chain(*occurrences)} - {-1}
         rows = [sorted(position for position in used if tables[position] == t) for t in range(batch.num_tables)]
         for position in chain(*rows):
             got.uses[position][part // 8] |= 1 << part % 8
             got.row_positions.append(position)
             got.is_first.append(position not in seen)
         seen |= used
-        got.row_counts.append([len(of_table) for of_table in rows])
-        for feature, of_feature in zip(batch.features, lists, strict=True):
-            of_table = rows[feature.table]
-            flat = list(chain(*of_feature))
-            got.index.extend(len(of_table) if positions[i] < 0 else of_table.index(positions[i]) for i in flat)
+        got.row_counts.append([len(table_rows) for table_rows in rows])
+        for feature, occurrences in zip(batch.features, lists, strict=True):
+            table_rows = rows[feature.table]
+            flat = list(chain(*occurrences))
+            got.index.extend(len(table_rows) if positions[i] < 0 else table_rows.index(positions[i]) for i in flat)
             got.sources.extend(flat)
             got.index_offsets.append(len(got.index))
-            got.offsets.extend(np.cumsum([0, *map(len, of_feature)]).tolist())
+            got.offsets.extend(np.cumsum([0, *map(len, occurrences)]).tolist())
     return got
 
 
 def occurrences_of(feature: Feature, start: int, samples: list[int]) -> list[list[int]]:
-    """For each of the samples the numbers of its occurrences in a feature that starts at `start`."""
+    """Returns the occurrences of each sample, in a feature whose first occurrence has number `start`."""
     offsets = np.cumsum([start, *(len(keys) for keys in feature.keys)]).tolist()
     return [list(range(offsets[s], offsets[s + 1])) for s in samples]
 

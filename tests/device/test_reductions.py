@@ -1,7 +1,7 @@
-"""Dense gradients that are looked at together.
+"""One check of all dense gradients.
 
-Fails if all_finite asks torch for the norm of no gradients, which torch answers in host memory: a rank without samples
-has none, and what other ranks hear of it is on the device.
+Fails if all_finite asks torch for the norm of an empty list, which torch returns in host memory. A rank without samples
+has no gradients, and its result must be on the device all the same.
 """
 
 import pytest
