@@ -18,8 +18,9 @@ def load_block(blocks, block):
 @triton.jit
 def load_block_and_head(blocks, num_heads):
     """Returns the head of this program, and its block as load_block does."""
+    head = tl.program_id(0) % num_heads
     number, first, length, first_tile = load_block(blocks, tl.program_id(0) // num_heads)
-    return tl.program_id(0) % num_heads, number, first, length, first_tile
+    return head, number, first, length, first_tile
 
 
 @triton.jit
