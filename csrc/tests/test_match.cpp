@@ -62,7 +62,7 @@ void test_match() {
     const int64_t keys[2] = {1, 2}, offsets[2] = {0, 2}, wrong[2] = {0, 3};
     int64_t places[2];
     REFUSED(bad, "before_offsets of 1 tables", nestpipe_match_tables(keys, 2, wrong, keys, 2, offsets, 1, places, 1));
-    REFUSED(bad, "here_offsets of 1 tables", nestpipe_match_tables(keys, 2, offsets, keys, 2, wrong, 1, places, 1));
+    REFUSED(bad, "key_offsets of 1 tables", nestpipe_match_tables(keys, 2, offsets, keys, 2, wrong, 1, places, 1));
     REFUSED(bad, "places is a null", nestpipe_match_tables(keys, 2, offsets, keys, 2, offsets, 1, nullptr, 1));
 }
 
