@@ -54,8 +54,8 @@ def _show_metrics(result: Summary, console: Console) -> None:
         names = {"auc": "AUC", "normalised_entropy": "normalised entropy", "log_loss": "log loss"}
         columns = {"model": metrics}
         if "auc_ceiling" in metrics:
-            columns["true probability of the generator"] = {f: metrics[f"{f}_ceiling"] for f in names}
-        columns["always predicting the mean"] = {"auc": 0.5, "normalised_entropy": 1.0}
+            columns["true probability"] = {f: metrics[f"{f}_ceiling"] for f in names}
+        columns["constant prediction"] = {"auc": 0.5, "normalised_entropy": 1.0}
     if published:
         columns["published, on the published data"] = published
     title = f"{metrics['num_samples']:,} held-out samples"
