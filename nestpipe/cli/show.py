@@ -55,7 +55,7 @@ def _show_metrics(result: Summary, console: Console) -> None:
     if "auc_ceiling" in metrics:
         columns["true probability"] = {f: metrics[f"{f}_ceiling"] for f in names if f"{f}_ceiling" in metrics}
     if "auc" in metrics:
-        columns["always the mean"] = {"auc": 0.5, "normalised_entropy": 1.0}
+        columns["constant prediction"] = {"auc": 0.5, "normalised_entropy": 1.0}
     if published:
         columns["published, on the published data"] = published
     title = f"{metrics['num_samples']:,} held-out samples"

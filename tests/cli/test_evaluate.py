@@ -45,7 +45,7 @@ def test_metrics_equal_those_of_the_training(ranks: int, tmp_path: Path) -> None
     result = json.loads(evaluated.read_text())
     assert result["metrics"] == summary["metrics"]
     assert (result["steps"], result["ranks"], result["config"]) == (5, ranks, summary["config"])
-    for text in ("500 held-out samples", f"{summary['metrics']['auc']:.4f}", "always the mean", "5 steps"):
+    for text in ("500 held-out samples", f"{summary['metrics']['auc']:.4f}", "constant prediction", "5 steps"):
         assert text in out
 
 
