@@ -1,5 +1,7 @@
 """A small DLRM on a small synthetic click log, for tests of the code around a step."""
 
+from typing import Any
+
 import torch
 
 import nestpipe
@@ -21,10 +23,11 @@ def model() -> DLRM:
     return DLRM(NUM_DENSE, DATA.feature_names, DIM, bottom=(16,), top=(32,), seed=3)
 
 
-def make_trainer(world: World) -> nestpipe.Trainer:
-    return nestpipe.Trainer(
-        model(), features(), dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 3e-3), world=world, seed=5
-    )
+def make_trainer(world: World, **options: Any) -> nestpipe.Trainer:
+    def dense_optimizer(parameters):
+        return torch.optim.Adam(parameters, 3e-3)
+
+    return nestpipe.Trainer(model(), features(), dense_optimizer=dense_optimizer, world=world, seed=5, **options)
 
 
 def batches(world: World, batch_size: int = 64, position: int = 0) -> Batches:

@@ -17,7 +17,7 @@ from nestpipe.embedding.memory import memory_on
 from nestpipe.embedding.resident import RecordMemory, retrieve_rows
 from nestpipe.embedding.route import Route
 from nestpipe.embedding.table import Feature
-from nestpipe.store import HostStore
+from nestpipe.store import Store
 
 HOST = memory_on(torch.device("cpu"))
 
@@ -38,7 +38,7 @@ class Reading:
     """
 
     def __init__(
-        self, features: FeatureGroups, route: Route, store: HostStore, exchange: Exchange, device: torch.device
+        self, features: FeatureGroups, route: Route, store: Store, exchange: Exchange, device: torch.device
     ) -> None:
         self.weights = route.batch.weights
         """Weights of this rank's batch."""
@@ -62,7 +62,7 @@ class Reading:
 def read_batch(
     features: Mapping[str, Feature],
     batch: Batch | Exception | None,
-    store: HostStore,
+    store: Store,
     channel: Channel,
     num_parts: int = 1,
     clustering: Clustering = GIVEN_ORDER,

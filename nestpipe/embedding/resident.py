@@ -15,7 +15,7 @@ from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.route import OwnerDedup
-from nestpipe.store import HostStore, Writer, match_tables, unique
+from nestpipe.store import Store, Writer, match_tables, unique
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _shared_slots(before: OwnerDedup, after: OwnerDedup) -> tuple[Tensor, Tensor
 
 
 def retrieve_rows(
-    dedups: Sequence[OwnerDedup], store: HostStore, arrays: RecordMemory, overlap: Sequence[Overlap] | None = None
+    dedups: Sequence[OwnerDedup], store: Store, arrays: RecordMemory, overlap: Sequence[Overlap] | None = None
 ) -> list[ResidentRows]:
     """Makes the rows of a batch resident. Creates no key in the store: a missing key gets its initial record.
 
@@ -122,7 +122,7 @@ def retrieve_rows(
     return [_retrieve(dedup, store, arrays, shared) for dedup, shared in zip(dedups, overlaps, strict=True)]
 
 
-def _retrieve(dedup: OwnerDedup, store: HostStore, arrays: RecordMemory, overlap: Overlap | None) -> ResidentRows:
+def _retrieve(dedup: OwnerDedup, store: Store, arrays: RecordMemory, overlap: Overlap | None) -> ResidentRows:
     resident, names = arrays.reserve(dedup), dedup.group.names
     slots = None if overlap is None or len(overlap.slots) == 0 else _all_but(overlap.slots, len(dedup.keys))
 
@@ -148,7 +148,7 @@ def sync_overlap(
 
 def write_back(
     resident: Sequence[ResidentRows],
-    store: HostStore | Writer,
+    store: Store | Writer,
     step: int,
     memory: Memory,
     slots: Sequence[Tensor | None] | None = None,
@@ -159,7 +159,7 @@ def write_back(
             _write_back(rows, store, step, memory, chosen)
 
 
-def _write_back(rows: ResidentRows, store: HostStore | Writer, step: int, memory: Memory, slots: Tensor | None) -> None:
+def _write_back(rows: ResidentRows, store: Store | Writer, step: int, memory: Memory, slots: Tensor | None) -> None:
     def scatter(array: Tensor, stretch: slice, chosen: Tensor | None) -> None:
         array, offsets = array[:, : rows.group.num_columns], rows.offsets_of(stretch, chosen)
         if chosen is None:
@@ -182,9 +182,7 @@ def _all_but(slots: Tensor, num_slots: int) -> Tensor:
     return others.nonzero().flatten()
 
 
-def room_error(
-    resident: Sequence[ResidentRows], previous: Sequence[ResidentRows], store: HostStore
-) -> ValueError | None:
+def room_error(resident: Sequence[ResidentRows], previous: Sequence[ResidentRows], store: Store) -> ValueError | None:
     """Returns an error if a table has no room for these rows and those of the previous batch, not yet written back."""
     for i, rows in enumerate(resident):
         if rows.group.frozen:

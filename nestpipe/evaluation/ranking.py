@@ -18,7 +18,7 @@ from nestpipe.data.batch import Jagged
 from nestpipe.distributed import Channel
 from nestpipe.embedding.table import Table
 from nestpipe.evaluation.exact_scores import lengths, whole_cosine_rows, whole_rows, whole_users
-from nestpipe.store import HostStore, group_by_owner
+from nestpipe.store import Store, group_by_owner
 from nestpipe.store.interface import check_keys
 
 NUM_USERS = 2048
@@ -64,7 +64,7 @@ def rank_targets(
     queries: Queries,
     corpus: Tensor | int,
     table: Table,
-    store: HostStore,
+    store: Store,
     channel: Channel,
     normalise: bool = True,
 ) -> Ranked:
@@ -123,7 +123,7 @@ def _problem(surveys: list[_Survey], table: Table) -> str | None:
 class OwnedItems:
     """The items of the corpus that this rank owns."""
 
-    def __init__(self, corpus: Tensor | int, table: Table, store: HostStore, channel: Channel, normalise: bool) -> None:
+    def __init__(self, corpus: Tensor | int, table: Table, store: Store, channel: Channel, normalise: bool) -> None:
         self._table = table
         self._store = store
         self._normalise = normalise

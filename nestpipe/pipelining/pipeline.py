@@ -1,6 +1,6 @@
 """The loop over steps and micro-batches, for users' own loops and for the Trainer."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,7 @@ from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
-from nestpipe.store import HostStore
+from nestpipe.store import HostStore, Store
 
 
 class Pipeline:
@@ -36,7 +36,7 @@ class Pipeline:
         features: Mapping[str, Feature],
         batches: Iterable[Batch],
         *,
-        store: HostStore | None = None,
+        store: Store | None = None,
         world: World | None = None,
         steps: int | None = None,
         first_step: int = 0,
@@ -276,9 +276,11 @@ class Pipeline:
 pipeline = Pipeline
 
 
-def make_store(tables: Sequence[Table], seed: int, num_threads: int) -> HostStore:
-    """Returns an empty store with these tables."""
-    store = HostStore(num_threads)
+def make_store(
+    tables: Sequence[Table], seed: int, num_threads: int, new_store: Callable[[int], Store] = HostStore
+) -> Store:
+    """Returns an empty store with these tables. new_store: makes a store, given its number of threads."""
+    store = new_store(num_threads)
     for table in tables:
         store.create_table(table.spec(seed))
     return store

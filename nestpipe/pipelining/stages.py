@@ -28,7 +28,7 @@ from nestpipe.pipelining.batch_state import Applied, BatchState, InTraining, Req
 from nestpipe.pipelining.commit import Outcome
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.schedule import OVERLAPPING, Op
-from nestpipe.store import HostStore, Writer
+from nestpipe.store import Store, Writer
 
 
 class Stages:
@@ -39,7 +39,7 @@ class Stages:
         self,
         features: FeatureGroups,
         batches: Iterator[Batch],
-        store: HostStore,
+        store: Store,
         world: World,
         exchange: Exchange,
         memory: Memory,
@@ -50,7 +50,7 @@ class Stages:
         self._features = features
         self._batches = batches
         self._store = store
-        self._writer: Writer | HostStore = store
+        self._writer: Writer | Store = store
         self._world = world
         self._exchange = exchange
         self._memory = memory

@@ -23,6 +23,8 @@ class _Table:
 class DictStore:
     """Tables as dictionaries."""
 
+    num_threads = 1
+
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._access = WriteAccess()

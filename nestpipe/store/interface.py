@@ -119,6 +119,9 @@ class MemoryReport:
 class Store(Protocol):
     """The interface of HostStore and of its oracle, DictStore. A call that raises has changed nothing."""
 
+    num_threads: int
+    """Threads that a bulk call may use."""
+
     def create_table(self, spec: TableSpec) -> None: ...
 
     def spec(self, table: str) -> TableSpec: ...

@@ -15,7 +15,7 @@ from nestpipe.distributed import World
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.read import read_batch
 from nestpipe.embedding.table import Feature
-from nestpipe.store import HostStore
+from nestpipe.store import Store
 from nestpipe.train.fixed_noise import FixedNoise, fixed_noise, seed_alike
 from nestpipe.train.loss import loss_sums
 
@@ -44,7 +44,7 @@ class SplitCheck:
         self,
         model: nn.Module,
         features: Mapping[str, Feature],
-        store: HostStore,
+        store: Store,
         num_micro_batches: int = 1,
         clustering: Clustering = GIVEN_ORDER,
         warns: bool = True,

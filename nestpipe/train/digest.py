@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Table
-from nestpipe.store import HostStore
+from nestpipe.store import Store
 
 
 def digest(
     tables: Sequence[Table],
-    store: HostStore,
+    store: Store,
     num_steps: int,
     world: World,
     model: nn.Module | None = None,

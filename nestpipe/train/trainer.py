@@ -22,6 +22,7 @@ from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.step_times import StepLog, StepTimes
 from nestpipe.pipelining.trace import Span, Trace
+from nestpipe.store import HostStore, Store
 from nestpipe.train.check_split import SplitCheck
 from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
@@ -91,13 +92,14 @@ class Trainer:
         check_split: bool = True,
         autocast: torch.dtype | None = None,
         compiled: bool = False,
+        new_store: Callable[[int], Store] = HostStore,
         **options: Any,
     ) -> None:
         """world: by default torchrun's ranks, or else a world of one; on the accelerator if there is one.
 
         autocast: dtype in which the dense model computes where torch deems it safe; rows and row state keep theirs.
-        compiled: whether the dense model runs by torch.compile(dynamic=True). options: fields of PipelineOptions, such
-        as schedule and num_micro_batches.
+        compiled: whether the dense model runs by torch.compile(dynamic=True). new_store: makes the store of the rows,
+        given its number of threads. options: fields of PipelineOptions, such as schedule and num_micro_batches.
         """
         self.options = PipelineOptions(**options)
         self.model = model
@@ -123,13 +125,18 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped = 0
         """Batches of weight 0 so far. They do not count as steps, but the data advances."""
-        self.store = make_store(self.tables, self.seed, self.options.num_threads)
+        self.new_store = new_store
+        self.store = self.empty_store()
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self.is_partially_updated = False
         """Whether some dense parameters or rows have the update of a step and others do not."""
         self._short_stages = light.LightStages(light.LIGHT_SECONDS)
         self._overlaps_reduction = self.options.schedule in WINDOWED
+
+    def empty_store(self) -> Store:
+        """Returns a new store with this trainer's tables."""
+        return make_store(self.tables, self.seed, self.options.num_threads, self.new_store)
 
     @property
     def seed(self) -> int:

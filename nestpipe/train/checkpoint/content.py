@@ -16,7 +16,7 @@ from torch import nn
 from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Table
 from nestpipe.pipelining.pipeline import make_store
-from nestpipe.store import NUM_BUCKETS, HostStore, Piece
+from nestpipe.store import NUM_BUCKETS, Piece, Store
 from nestpipe.train.checkpoint import folder
 from nestpipe.train.checkpoint.files import Written, plain, read, write
 from nestpipe.train.checkpoint.folder import CheckpointError, read_manifest
@@ -89,7 +89,7 @@ def save(trainer: "Trainer", path: Path, extra: dict[str, Any], replaces_newer: 
 class Loaded:
     """Content of a checkpoint without the dense part, which is already in the trainer's model and optimizer."""
 
-    store: HostStore
+    store: Store
     num_steps: int
     data_state: Mapping[str, Any] | None
     """Where the data continues on this rank; None if the data had no state."""
@@ -116,7 +116,7 @@ def load(trainer: "Trainer", path: Path) -> Loaded:
             own = {"rows": own, "data": manifest.get("data")}
         dense["model"].update(own.get("model", {}))
         check_dense(manifest, dense, trainer)
-        loaded["store"] = make_store(trainer.tables, trainer.seed, trainer.store.num_threads)
+        loaded["store"] = trainer.empty_store()
         _import_rows(loaded["store"], trainer.tables, own["rows"])
         loaded["dense"], loaded["data"], loaded["num_steps"] = dense, own["data"], manifest["num_steps"]
         return content_digest(manifest)
@@ -148,7 +148,7 @@ def read_recipe(checkpoint: Path) -> tuple[str, int]:
     return recipe, world_size
 
 
-def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[HostStore, dict[str, Any]]:
+def read_whole(tables: list[Table], path: Path, num_threads: int) -> tuple[Store, dict[str, Any]]:
     """Returns one store with all ranks' rows, and the dense part, whatever the number of ranks that saved them."""
     try:
         checkpoint = folder.find_checkpoint(path)
@@ -210,7 +210,7 @@ def _set_dense_state(trainer: "Trainer", state: Mapping[str, Any]) -> str:
     return ""
 
 
-def _import_rows(store: HostStore, tables: list[Table], pieces: dict[str, Any]) -> None:
+def _import_rows(store: Store, tables: list[Table], pieces: dict[str, Any]) -> None:
     for table in tables:
         piece = Piece(*pieces[table.name])
         store.reserve(table.name, len(piece.keys))
