@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nestpipe.cli.data_inspect import as_json, show_inspection
+from nestpipe.cli.data_inspect import as_json, bytes_of_record, show_inspection
 from nestpipe.cli.data_progress import show_prepared, show_stages
 from nestpipe.cli.this_rank import check_writable, failed
 from nestpipe.datasets.published import published_formats
@@ -83,13 +83,11 @@ def inspect(
     path: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
 ) -> None:
     """Show columns, counts, skew of the keys and what batches share; estimate the memory of the rows."""
-    from nestpipe.data.inspect import STATE_COLUMNS
     from nestpipe.data.inspect import inspect as inspect_files
 
     console = Console()
     try:
-        if optimizer not in STATE_COLUMNS:
-            raise ValueError(f"--optimizer is {optimizer!r}, must be one of {', '.join(STATE_COLUMNS)}")
+        bytes_of_record(dim, optimizer)
         check_writable("--json", path)
         key_columns = [name for name in keys.split(",") if name]
         with show_stages(console) as report:

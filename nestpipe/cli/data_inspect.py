@@ -6,10 +6,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nestpipe.data.inspect import NUM_BATCHES, OVERHEAD_BYTES, STATE_COLUMNS, Inspection, estimate
+from nestpipe.data.inspect import NUM_BATCHES, OVERHEAD_BYTES, Inspection, estimate
+from nestpipe.registry import optimizers
 
 HOST_BYTES_PER_SECOND = 5e9
 """assumed speed of the store of one rank"""
+
+
+def bytes_of_record(dim: int, optimizer: str) -> int:
+    """Returns the size of a float32 row and its state. Raises RegistryError for an unknown row optimizer."""
+    row_optimizer = optimizers.find(optimizer).value(lr=1.0)
+    return 4 * (dim + int(row_optimizer.state_width(dim)))
 
 
 def show_inspection(inspection: Inspection, dim: int, optimizer: str, console: Console) -> None:
@@ -32,7 +39,7 @@ def as_json(inspection: Inspection, dim: int, optimizer: str) -> dict[str, Any]:
     result = asdict(inspection)
     for column in result["keys"]:
         column["hottest"] = {str(share): value for share, value in column["hottest"].items()}
-    estimated = asdict(estimate(inspection.keys, dim, optimizer)) if inspection.keys else {}
+    estimated = asdict(estimate(inspection.keys, bytes_of_record(dim, optimizer))) if inspection.keys else {}
     return result | {"dim": dim, "optimizer": optimizer, **estimated}
 
 
@@ -53,8 +60,8 @@ def _show_keys(inspection: Inspection, console: Console) -> None:
 
 
 def _show_estimate(inspection: Inspection, dim: int, optimizer: str, console: Console) -> None:
-    estimated = estimate(inspection.keys, dim, optimizer)
-    record_bytes = 4 * (dim + STATE_COLUMNS[optimizer](dim))
+    record_bytes = bytes_of_record(dim, optimizer)
+    estimated = estimate(inspection.keys, record_bytes)
     _line(console, "")
     _line(console, f"memory of the rows with dim {dim} and {optimizer}: about {estimated.memory_bytes / 1e9:,.3f} GB")
     _line(

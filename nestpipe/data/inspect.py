@@ -22,12 +22,6 @@ NUM_BATCHES = 8
 """consecutive batches, in the order of training, that are compared"""
 OVERHEAD_BYTES = 32
 """most bytes that the store adds to a row: key, index, step"""
-STATE_COLUMNS: dict[str, Callable[[int], int]] = {
-    "sgd": lambda dim: 0,
-    "rowwise_adagrad": lambda dim: 1,
-    "adagrad": lambda dim: dim,
-    "adam": lambda dim: 2 * dim,
-}
 Report = Callable[[str, float], None]
 """takes the stage and the share of the whole that is done, 0 to 1"""
 
@@ -75,8 +69,8 @@ class Estimate:
     """bytes for each batch, if rows that the previous batch had stay on the device"""
 
 
-def estimate(keys: Sequence[KeyColumn], dim: int, optimizer: str) -> Estimate:
-    record_bytes = 4 * (dim + STATE_COLUMNS[optimizer](dim))
+def estimate(keys: Sequence[KeyColumn], record_bytes: int) -> Estimate:
+    """Estimates for records, rows with their state, of this size."""
     return Estimate(
         sum(column.num_distinct * (record_bytes + OVERHEAD_BYTES) for column in keys),
         sum(column.num_per_batch * record_bytes for column in keys),

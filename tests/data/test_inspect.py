@@ -60,7 +60,7 @@ def test_files(tmp_path: Path) -> None:
     assert (second.num_per_batch, second.overlap) == (2, 1.0)
     assert first.overlap == pytest.approx(1 / first.num_per_batch, rel=0.1)  # only the 0 is shared
     assert stages[-1] == ("comparing batches", 1.0)
-    whole = estimate(inspection.keys, 8, "adagrad")
+    whole = estimate(inspection.keys, record_bytes=64)
     assert whole.memory_bytes == 203 * (64 + 32)
     assert whole.retrieved_bytes == 64 * (first.num_per_batch + 2)
     assert whole.pipelined_bytes == pytest.approx(64 * first.num_per_batch * (1 - first.overlap))
