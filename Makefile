@@ -35,7 +35,8 @@ test: install native-test ## run all tests except those marked slow
 	$(BIN)/python -m pytest -m 'not slow and alone'
 
 test-slow: install native-test ## run all tests, the slow ones included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not alone' $(IN_PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not alone' --numprocesses $(JOBS) --dist worksteal --timeout 180
 	$(BIN)/python -m pytest -m alone
 
 check: install lint asan tsan ## check formatting and types, and run the native tests under the sanitizers
