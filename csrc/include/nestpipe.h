@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 7
+#define NESTPIPE_ABI_VERSION 8
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -147,14 +147,6 @@ NESTPIPE_API nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t tabl
                                              int64_t num_keys, int64_t num_columns, void* out, int64_t out_bytes,
                                              uint8_t* found, int64_t* steps, int32_t num_threads);
 
-/* The same into an array of num_out records, of which some are written: those of `keys` at `places`.
- *   places  [num_keys] distinct, 0 .. num_out - 1; null: 0 .. num_keys - 1, num_keys <= num_out
- *   stride  elements from one record to the next, >= num_columns; what lies between them is left alone */
-NESTPIPE_API nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys,
-                                                  int64_t num_keys, const int64_t* places, int64_t num_columns,
-                                                  void* out, int64_t num_out, int64_t stride, uint8_t* found,
-                                                  int32_t num_threads);
-
 /* Writes whole records, inserting keys that are missing and overwriting the others; of a repeated key the last
  * occurrence stays.
  *   records  [num_keys, dim + state_width], records_bytes bytes
@@ -162,13 +154,6 @@ NESTPIPE_API nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t
 NESTPIPE_API nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int64_t* keys,
                                               int64_t num_keys, const void* records, int64_t records_bytes,
                                               int64_t step, int32_t num_threads);
-
-/* The same from an array of num_records records, of which those at `places` are read.
- *   places  [num_keys], 0 .. num_records - 1; null and stride: as in nestpipe_gather_into */
-NESTPIPE_API nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys,
-                                                   int64_t num_keys, const int64_t* places, const void* records,
-                                                   int64_t num_records, int64_t stride, int64_t step,
-                                                   int32_t num_threads);
 
 /* found: [num_keys], as in nestpipe_gather. */
 NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
@@ -184,14 +169,19 @@ NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table
  *   tables   [num_tables] in any order, each at most once
  *   offsets  [num_tables + 1] ascending, from 0 to num_keys */
 
-/* As nestpipe_gather_into for each table. Their records have the same number of columns and the same dtype. */
+/* As nestpipe_gather for each table, into an array of num_out records, of which some are written: those of `keys` at
+ * `places`. All tables have records of the same number of columns and the same dtype.
+ *   places  [num_keys] distinct, 0 .. num_out - 1; null: 0 .. num_keys - 1, num_keys <= num_out
+ *   stride  elements from one record to the next, >= num_columns; what lies between them is left alone */
 NESTPIPE_API nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tables,
                                                     const int64_t* offsets, int64_t num_tables, const int64_t* keys,
                                                     int64_t num_keys, const int64_t* places, int64_t num_columns,
                                                     void* out, int64_t num_out, int64_t stride, uint8_t* found,
                                                     int32_t num_threads);
 
-/* As nestpipe_scatter_from for each table, with records as above. */
+/* As nestpipe_scatter for each table, from an array of num_records records, of which those at `places` are read. Tables
+ * and stride: as in nestpipe_gather_tables.
+ *   places  [num_keys], 0 .. num_records - 1; null: 0 .. num_keys - 1, num_keys <= num_records */
 NESTPIPE_API nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* tables,
                                                      const int64_t* offsets, int64_t num_tables, const int64_t* keys,
                                                      int64_t num_keys, const int64_t* places, const void* records,

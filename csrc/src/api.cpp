@@ -157,21 +157,6 @@ nestpipe_status nestpipe_gather(nestpipe_store* store, int32_t table, const int6
     });
 }
 
-nestpipe_status nestpipe_gather_into(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
-                                     const int64_t* places, int64_t num_columns, void* out, int64_t num_out,
-                                     int64_t stride, uint8_t* found, int32_t num_threads) {
-    return guarded([&] {
-        Table& source = the_table(store, table);
-        need_count(num_keys, "num_keys");
-        need_array(keys, num_keys, "keys");
-        need_threads(num_threads);
-        need_columns(source, num_columns);
-        need_records(source, out, num_out, num_columns, stride, places, num_keys, "out");
-        const RecordsAt<char> target{static_cast<char*>(out), places, stride * source.item_bytes()};
-        Tables(source, keys, num_keys).gather(num_columns, target, found, nullptr, num_threads);
-    });
-}
-
 nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                  const void* records, int64_t records_bytes, int64_t step, int32_t num_threads) {
     return guarded([&] {
@@ -183,21 +168,6 @@ nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t table, const int
         need_bytes(target, num_keys, target.num_columns(), records_bytes, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), nullptr,
                                            target.num_columns() * target.item_bytes()};
-        need_step(target, step);
-        Tables(target, keys, num_keys).write(source, nullptr, step, num_threads);
-    });
-}
-
-nestpipe_status nestpipe_scatter_from(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
-                                      const int64_t* places, const void* records, int64_t num_records, int64_t stride,
-                                      int64_t step, int32_t num_threads) {
-    return guarded([&] {
-        Table& target = the_table(store, table);
-        need_count(num_keys, "num_keys");
-        need_array(keys, num_keys, "keys");
-        need_threads(num_threads);
-        need_records(target, records, num_records, target.num_columns(), stride, places, num_keys, "records");
-        const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * target.item_bytes()};
         need_step(target, step);
         Tables(target, keys, num_keys).write(source, nullptr, step, num_threads);
     });

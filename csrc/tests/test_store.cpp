@@ -118,10 +118,11 @@ void test_stride() {
             Fixture f;
             std::vector<float> out(records.size(), -1.0f), expected(records.size(), -1.0f);
             std::vector<uint8_t> found(kKeys);
-            OK(nestpipe_scatter_from(f.store, f.table, keys.data(), kKeys, at, records.data(), kRoom, kStride, 1,
-                                     num_threads));
-            OK(nestpipe_gather_into(f.store, f.table, keys.data(), kKeys, at, kColumns, out.data(), kRoom, kStride,
-                                    found.data(), num_threads));
+            const int64_t offsets[] = {0, kKeys};
+            OK(nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys.data(), kKeys, at, records.data(), kRoom,
+                                       kStride, 1, num_threads));
+            OK(nestpipe_gather_tables(f.store, &f.table, offsets, 1, keys.data(), kKeys, at, kColumns, out.data(),
+                                      kRoom, kStride, found.data(), num_threads));
             for (int64_t i = 0; i < kKeys; ++i) {
                 const int64_t first = (at == nullptr ? i : at[i]) * kStride;
                 std::copy_n(records.begin() + first, kColumns, expected.begin() + first);
@@ -136,12 +137,15 @@ void test_stride_refusals() {
     const int64_t keys[2] = {1, 2};
     const int64_t outside[2] = {0, 2};
     float records[2 * kColumns] = {};
+    const int64_t offsets[] = {0, 2};
     constexpr auto bad = NESTPIPE_INVALID_ARGUMENT;
     const auto gather = [&](const int64_t* places, int64_t num_out, int64_t stride) {
-        return nestpipe_gather_into(f.store, f.table, keys, 2, places, kColumns, records, num_out, stride, nullptr, 1);
+        return nestpipe_gather_tables(f.store, &f.table, offsets, 1, keys, 2, places, kColumns, records, num_out,
+                                      stride, nullptr, 1);
     };
     const auto scatter = [&](const int64_t* places, int64_t num_records, int64_t stride) {
-        return nestpipe_scatter_from(f.store, f.table, keys, 2, places, records, num_records, stride, 1, 1);
+        return nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, places, records, num_records, stride, 1,
+                                       1);
     };
     for (const int64_t stride : {kColumns - 1, int64_t{0}, -kColumns, INT64_MIN}) {
         REFUSED(bad, "out has records that overlap", gather(nullptr, 2, stride));
@@ -157,7 +161,7 @@ void test_stride_refusals() {
     REFUSED(bad, "records has 1 records for 2 keys and no places", scatter(nullptr, 1, kColumns));
     REFUSED(bad, "must be 0 .. 2^40 - 1", gather(nullptr, -1, kColumns));
     REFUSED(bad, "records is a null pointer",
-            nestpipe_scatter_from(f.store, f.table, keys, 2, nullptr, nullptr, 2, kColumns, 1, 1));
+            nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, nullptr, nullptr, 2, kColumns, 1, 1));
     CHECK(f.size() == 0);
 }
 

@@ -85,12 +85,12 @@ struct Fixture {
                                        call.keys.data(), call.size(), with_places ? call.places.data() : nullptr,
                                        call.records.data(), call.room(), kStride, step, num_threads);
     }
+    // One call for each key.
     void scatter_each(const Keys& call, int64_t step) {
-        for (int64_t t = 0; t < call.num_tables(); ++t) {
-            const int64_t first = call.offsets[at(t)], count = call.offsets[at(t + 1)] - first;
-            OK(nestpipe_scatter_from(store, call.tables[at(t)], call.keys.data() + first, count,
-                                     call.places.data() + first, call.records.data(), call.room(), kStride, step, 1));
-        }
+        for (int64_t t = 0; t < call.num_tables(); ++t)
+            for (int64_t i = call.offsets[at(t)]; i < call.offsets[at(t + 1)]; ++i)
+                OK(nestpipe_scatter(store, call.tables[at(t)], &call.keys[at(i)], 1,
+                                    &call.records[at(call.places[at(i)] * kStride)], kColumns * 4, step, 1));
     }
     nestpipe_status gather(const Keys& call, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found,
                            int32_t num_threads) {
@@ -103,12 +103,10 @@ struct Fixture {
     void gather_each(const Keys& call, int64_t num_columns, std::vector<float>& out, std::vector<uint8_t>& found) {
         out.assign(at(call.room() * kStride), -1.0f);
         found.assign(at(call.size()), 7);
-        for (int64_t t = 0; t < call.num_tables(); ++t) {
-            const int64_t first = call.offsets[at(t)], count = call.offsets[at(t + 1)] - first;
-            OK(nestpipe_gather_into(store, call.tables[at(t)], call.keys.data() + first, count,
-                                    call.places.data() + first, num_columns, out.data(), call.room(), kStride,
-                                    found.data() + first, 1));
-        }
+        for (int64_t t = 0; t < call.num_tables(); ++t)
+            for (int64_t i = call.offsets[at(t)]; i < call.offsets[at(t + 1)]; ++i)
+                OK(nestpipe_gather(store, call.tables[at(t)], &call.keys[at(i)], 1, num_columns,
+                                   &out[at(call.places[at(i)] * kStride)], num_columns * 4, &found[at(i)], nullptr, 1));
     }
 
     // Everything a table holds, and its memory: the index of a refused call may stay larger, so where it is large the

@@ -66,26 +66,8 @@ class DictStore:
         check.check_step(step)
         self._write(table, keys, records, torch.full((num_keys,), step))
 
-    def gather_into(
-        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
-    ) -> Tensor:
-        num_keys = check.check_keys(keys)
-        check.check_records_at(self.spec(table), out, "out", places, num_keys)
-        found = check.check_found(found, num_keys)
-        out[_places(places, num_keys, len(out))] = self.gather(table, keys).records
-        return found.copy_(self.find(table, keys))
-
     def open_writer(self) -> Writer:
-        return self._access.open(self._scatter_from, self._scatter_tables)
-
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        self._access.check("scatter_from")
-        self._scatter_from(table, keys, records, places, step)
-
-    def _scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        num_keys = check.check_keys(keys)
-        check.check_records_at(self.spec(table), records, "records", places, num_keys)
-        self._scatter(table, keys, records[_places(places, num_keys, len(records))], step)
+        return self._access.open(self._scatter_tables)
 
     def gather_tables(
         self,
@@ -102,7 +84,8 @@ class DictStore:
         found = check.check_found(found, num_keys)
         places = _places(places, num_keys, len(out))
         for table, stretch in self._stretches(tables, offsets, num_keys):
-            found[stretch] = self.gather_into(table, keys[stretch], out, places[stretch])
+            gathered = self.gather(table, keys[stretch])
+            out[places[stretch]], found[stretch] = gathered.records, gathered.found
         return found
 
     def scatter_tables(
@@ -123,7 +106,7 @@ class DictStore:
         before = {table: dict(self._table(table).rows) for table in tables}
         try:
             for table, stretch in stretches:
-                self._scatter_from(table, keys[stretch], records, places[stretch], step)
+                self._scatter(table, keys[stretch], records[places[stretch]], step)
         except TableFullError:
             for table, rows in before.items():
                 self._table(table).rows = rows

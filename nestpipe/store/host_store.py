@@ -97,52 +97,8 @@ class HostStore:
         )
         return Gathered(out, found, steps)
 
-    def gather_into(
-        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
-    ) -> Tensor:
-        spec = self.spec(table)
-        num_keys = check.check_keys(keys)
-        stride = check.check_records_at(spec, out, "out", places, num_keys)
-        found = check.check_found(found, num_keys)
-        call(
-            "gather_into",
-            *self._handle(table),
-            pointer(keys),
-            num_keys,
-            pointer(places),
-            spec.num_columns,
-            pointer(out),
-            len(out),
-            stride,
-            pointer(found),
-            self.num_threads,
-        )
-        return found
-
     def open_writer(self) -> Writer:
-        return self._access.open(self._scatter_from, self._scatter_tables)
-
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        self._access.check("scatter_from")
-        self._scatter_from(table, keys, records, places, step)
-
-    def _scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        spec = self.spec(table)
-        num_keys = check.check_keys(keys)
-        stride = check.check_records_at(spec, records, "records", places, num_keys)
-        check.check_step(step)
-        call(
-            "scatter_from",
-            *self._handle(table),
-            pointer(keys),
-            num_keys,
-            pointer(places),
-            pointer(records),
-            len(records),
-            stride,
-            step,
-            self.num_threads,
-        )
+        return self._access.open(self._scatter_tables)
 
     def gather_tables(
         self,

@@ -135,18 +135,8 @@ class Store(Protocol):
     ) -> Gathered:
         """Returns copies of records. Never inserts: a missing key gets its initial row and state, and `found` False."""
 
-    def gather_into(
-        self, table: str, keys: Tensor, out: Tensor, places: Tensor | None, found: Tensor | None = None
-    ) -> Tensor:
-        """Gathers whole records into rows `places` of `out`, which are distinct; None stands for all rows, in order.
-        There may be gaps between rows of `out`. Returns `found`, written to the given tensor if there is one."""
-
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
         """Writes records and inserts missing keys. If a key occurs twice, its last record stays."""
-
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        """Writes rows `places` of `records`, one for each key; None stands for all rows, in order. There may be gaps
-        between rows of `records`."""
 
     def gather_tables(
         self,
@@ -157,13 +147,16 @@ class Store(Protocol):
         places: Tensor | None,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Gathers like gather_into, from several tables at one moment. Table tables[t] has keys offsets[t] ..
-        offsets[t + 1] - 1. Each table occurs once; all have records of the same width and dtype."""
+        """Gathers whole records of several tables at one moment. Table tables[t] has keys offsets[t] .. offsets[t + 1]
+        - 1. Each table occurs once; all have records of the same width and dtype.
+
+        Records go to rows `places` of `out`, which are distinct; None stands for all rows, in order. There may be gaps
+        between rows of `out`. Returns `found`, written to the given tensor if there is one."""
 
     def scatter_tables(
         self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
     ) -> None:
-        """Writes like scatter_from, to several tables, given as in gather_tables. If one table is full, none
+        """Writes rows `places` of `records` to several tables, given as in gather_tables. If one table is full, none
         changes."""
 
     def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
@@ -173,8 +166,8 @@ class Store(Protocol):
         """Returns the number of rows of each table, int64."""
 
     def open_writer(self) -> Writer:
-        """Returns the only writer of the store. Until it is closed, scatter, scatter_from, scatter_tables, erase and
-        import_piece raise."""
+        """Returns the only writer of the store. Until it is closed, scatter, scatter_tables, erase and import_piece
+        raise."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 

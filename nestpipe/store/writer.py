@@ -5,21 +5,15 @@ from threading import Lock
 
 from torch import Tensor
 
-ScatterFrom = Callable[[str, Tensor, Tensor, Tensor | None, int], None]
 ScatterTables = Callable[[Sequence[str], Tensor, Tensor, Tensor, Tensor | None, int], None]
 
 
 class Writer:
     """Writes the rows of an open pipeline to its store. Until it is closed, every other write raises."""
 
-    def __init__(self, access: "WriteAccess", scatter_from: ScatterFrom, scatter_tables: ScatterTables) -> None:
+    def __init__(self, access: "WriteAccess", scatter_tables: ScatterTables) -> None:
         self._access = access
-        self._scatter_from = scatter_from
         self._scatter_tables = scatter_tables
-
-    def scatter_from(self, table: str, keys: Tensor, records: Tensor, places: Tensor | None, step: int) -> None:
-        """Writes rows as Store.scatter_from does."""
-        self._scatter_from(table, keys, records, places, step)
 
     def scatter_tables(
         self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
@@ -43,14 +37,14 @@ class WriteAccess:
         self._writer: Writer | None = None
         self._lock = Lock()
 
-    def open(self, scatter_from: ScatterFrom, scatter_tables: ScatterTables) -> Writer:
+    def open(self, scatter_tables: ScatterTables) -> Writer:
         with self._lock:
             if self._writer is not None:
                 raise RuntimeError(
                     "another fit or pipeline is open on this store, and rows of both would overwrite each other; let "
                     "it end first, then begin the next one"
                 )
-            self._writer = Writer(self, scatter_from, scatter_tables)
+            self._writer = Writer(self, scatter_tables)
             return self._writer
 
     def close(self, writer: Writer) -> None:

@@ -78,23 +78,23 @@ class TwoStores(RuleBasedStateMachine):
         return torch.randn(num_keys, self.spec.num_columns, generator=generator, dtype=self.spec.dtype)
 
     @rule(keys=KEY_LISTS, seed=st.integers(0, 99), room=st.integers(-1, 5), gap=st.integers(0, 3))
-    def gather_into_and_scatter_from(self, keys: list[int], seed: int, room: int, gap: int) -> None:
+    def gather_and_scatter_at_places(self, keys: list[int], seed: int, room: int, gap: int) -> None:
         """Uses random places of a larger array, or all of it in order. With room -1 one place is missing, and both
         stores refuse. Gaps between rows must not change."""
         tensor = torch.tensor(keys, dtype=torch.int64)
         generator = torch.Generator().manual_seed(seed)
         size = max(len(keys) + room, 0)
         places = torch.randperm(len(keys) + max(room, 0), generator=generator)[: len(keys)] if seed % 4 else None
-        width = self.spec.num_columns
+        width, offsets = self.spec.num_columns, torch.tensor([0, len(keys)])
         outs = [torch.zeros(size, width + gap, dtype=self.spec.dtype) for _ in range(2)]
         results = [
-            outcome(store, "gather_into", self.spec.name, tensor, out[:, :width], places)
+            outcome(store, "gather_tables", [self.spec.name], offsets, tensor, out[:, :width], places)
             for store, out in zip((self.native, self.oracle), outs, strict=True)
         ]
         assert same(*results)
         assert torch.equal(*outs)
         records = torch.cat([self.new_records(size), torch.full((size, gap), torch.nan, dtype=self.spec.dtype)], 1)
-        self.both("scatter_from", self.spec.name, tensor, records[:, :width], places, self.num_writes)
+        self.both("scatter_tables", [self.spec.name], offsets, tensor, records[:, :width], places, self.num_writes)
 
     @rule(
         keys=st.lists(KEY_LISTS, min_size=3, max_size=3),

@@ -27,6 +27,7 @@ def store() -> HostStore:
 KEYS = torch.arange(3)
 RECORDS = torch.ones(3, 6)
 WIDE = torch.ones(3, 9)
+ITEM = ["item"], torch.tensor([0, 3])
 OVERLAPPING = torch.ones(20).as_strided((3, 6), (5, 1))
 MISALIGNED = torch.frombuffer(bytearray(25), dtype=torch.int64, offset=1)
 
@@ -61,24 +62,28 @@ MISALIGNED = torch.frombuffer(bytearray(25), dtype=torch.int64, offset=1)
         (lambda s: s.gather("item", MISALIGNED), ValueError, "aligned in memory"),
         (lambda s: s.gather("item", KEYS, out=WIDE[:, :6]), ValueError, "must be contiguous"),
         (lambda s: s.scatter("item", KEYS, WIDE[:, :6], 0), ValueError, "must be contiguous"),
-        (lambda s: s.scatter_from("item", KEYS, OVERLAPPING, KEYS, 0), ValueError, "must be contiguous"),
-        (lambda s: s.scatter_from("item", KEYS, torch.ones(6).expand(3, 6), KEYS, 0), ValueError, "must be contiguous"),
-        (lambda s: s.scatter_from("item", KEYS, torch.ones(6, 3).T, KEYS, 0), ValueError, "must be contiguous"),
-        (lambda s: s.scatter_from("item", KEYS, torch.ones(3, 12)[:, ::2], None, 0), ValueError, "must be contiguous"),
-        (lambda s: s.scatter_from("item", KEYS, torch._neg_view(WIDE)[:, :6], None, 0), ValueError, "and dense"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE, KEYS, 0), ValueError, "shape [n, 6], got [3, 9]"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:, :5], KEYS, 0), ValueError, "shape [n, 6], got [3, 5]"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:2, :6], None, 0), ValueError, "shape [3, 6], got [2, 6]"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:2, :6], KEYS, 0), ValueError, "places[2] is 2, outside"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:, :6], KEYS - 1, 0), ValueError, "places[0] is -1, outside"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:0, :6], KEYS, 0), ValueError, "outside of an array of 0"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:, :6], KEYS[:2], 0), ValueError, "shape [3], got [2]"),
-        (lambda s: s.scatter_from("item", KEYS, WIDE[:, :6], None, -1), ValueError, "step is -1"),
-        (lambda s: s.gather_into("item", KEYS, OVERLAPPING, None), ValueError, "must be contiguous"),
-        (lambda s: s.gather_into("item", KEYS, WIDE[:, :6], KEYS + 1), ValueError, "places[2] is 3, outside"),
-        (lambda s: s.gather_into("item", KEYS, WIDE[:, :6], None, KEYS), TypeError, "found must be torch.bool"),
-        (lambda s: s.gather_into("item", KEYS, WIDE[:, :6], None, KEYS[:2] > 0), ValueError, "shape [3], got [2]"),
-        (lambda s: s.gather_into("item", KEYS, WIDE.clone().requires_grad_()[:, :6], None), ValueError, "a gradient"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, OVERLAPPING, KEYS, 0), ValueError, "must be contiguous"),
+        (
+            lambda s: s.scatter_tables(*ITEM, KEYS, torch.ones(6).expand(3, 6), KEYS, 0),
+            ValueError,
+            "must be contiguous",
+        ),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, torch.ones(6, 3).T, KEYS, 0), ValueError, "must be contiguous"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, torch.ones(3, 12)[:, ::2], None, 0), ValueError, "must be contiguous"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, torch._neg_view(WIDE)[:, :6], None, 0), ValueError, "and dense"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE, KEYS, 0), ValueError, "shape [n, 6], got [3, 9]"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:, :5], KEYS, 0), ValueError, "shape [n, 6], got [3, 5]"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:2, :6], None, 0), ValueError, "shape [3, 6], got [2, 6]"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:2, :6], KEYS, 0), ValueError, "places[2] is 2, outside"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:, :6], KEYS - 1, 0), ValueError, "places[0] is -1, outside"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:0, :6], KEYS, 0), ValueError, "outside of an array of 0"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:, :6], KEYS[:2], 0), ValueError, "shape [3], got [2]"),
+        (lambda s: s.scatter_tables(*ITEM, KEYS, WIDE[:, :6], None, -1), ValueError, "step is -1"),
+        (lambda s: s.gather_tables(*ITEM, KEYS, OVERLAPPING, None), ValueError, "must be contiguous"),
+        (lambda s: s.gather_tables(*ITEM, KEYS, WIDE[:, :6], KEYS + 1), ValueError, "places[2] is 3, outside"),
+        (lambda s: s.gather_tables(*ITEM, KEYS, WIDE[:, :6], None, KEYS), TypeError, "found must be torch.bool"),
+        (lambda s: s.gather_tables(*ITEM, KEYS, WIDE[:, :6], None, KEYS[:2] > 0), ValueError, "shape [3], got [2]"),
+        (lambda s: s.gather_tables(*ITEM, KEYS, WIDE.clone().requires_grad_()[:, :6], None), ValueError, "a gradient"),
         (lambda s: copy.copy(s), TypeError, "cannot be copied or pickled"),
         (lambda s: HostStore(1.5), TypeError, "num_threads must be an integer"),
         (lambda s: HostStore(num_threads=0), ValueError, "num_threads is 0"),
@@ -109,7 +114,7 @@ def test_refused(store: HostStore, call, error: type[Exception], text: str) -> N
 
 def test_found_in_memory_given(store: HostStore) -> None:
     found, out = torch.tensor([True, True, True, False, False]), torch.zeros(3, 9)
-    given = store.gather_into("item", torch.tensor([11, 3, 12]), out[:, :6], None, found[1:4])
+    given = store.gather_tables(*ITEM, torch.tensor([11, 3, 12]), out[:, :6], None, found[1:4])
     assert found.tolist() == [True, False, True, False, False]
     assert given.data_ptr() == found[1:4].data_ptr()
     assert out[:, 6:].tolist() == [[0.0] * 3] * 3
@@ -157,7 +162,9 @@ def test_several_tables_refused(store: HostStore, call, error: type[Exception], 
 
 def test_one_row_of_any_stride(store: HostStore) -> None:
     """Fails if check_records_at returns records.stride(0): the stride of a single row is arbitrary."""
-    store.scatter_from("item", KEYS[:1], torch.full((6,), 3.0).as_strided((1, 6), (2**62, 1)), None, step=1)
+    store.scatter_tables(
+        ["item"], torch.tensor([0, 1]), KEYS[:1], torch.full((6,), 3.0).as_strided((1, 6), (2**62, 1)), None, step=1
+    )
     assert store.gather("item", KEYS[:1]).records.tolist() == [[3.0] * 6]
 
 

@@ -24,10 +24,6 @@ def scatter(store: HostStore, name: str) -> None:
     store.scatter(name, KEYS, store.gather(name, KEYS).records, step=1)
 
 
-def scatter_from(store: HostStore, name: str) -> None:
-    store.scatter_from(name, KEYS, store.gather(name, KEYS).records, None, step=1)
-
-
 def scatter_tables(store: HostStore, name: str) -> None:
     store.scatter_tables([name], torch.tensor([0, 3]), KEYS, store.gather(name, KEYS).records, None, step=1)
 
@@ -39,7 +35,6 @@ def import_piece(store: HostStore, name: str) -> None:
 WRITES: dict[str, Callable[[HostStore, str], object]] = {
     "erase": lambda store, name: store.erase(name, KEYS),
     "scatter": scatter,
-    "scatter_from": scatter_from,
     "scatter_tables": scatter_tables,
     "import_piece": import_piece,
 }
@@ -82,8 +77,6 @@ def test_a_store_has_one_writer(make: type[HostStore] | type[DictStore]) -> None
         for name, write in WRITES.items():
             with pytest.raises(RuntimeError, match=f"{name} was called on a store"):
                 write(store, "item")
-        writer.scatter_from("item", KEYS, records, None, 4)
-        assert torch.equal(store.gather("item", KEYS).records, records)
         writer.scatter_tables(("item",), torch.tensor([0, 3]), KEYS, 2 * records, None, 5)
         assert torch.equal(store.gather("item", KEYS).records, 2 * records)
         writer.close()

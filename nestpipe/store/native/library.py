@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -100,9 +100,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "table_reserve": (*_TABLE, c_int64),
     "table_memory": (*_TABLE, POINTER(NativeMemoryReport)),
     "gather": (*_TABLE, *_KEYS, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int32),
-    "gather_into": (*_TABLE, *_KEYS, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int32),
     "scatter": (*_TABLE, *_KEYS, c_void_p, c_int64, c_int64, c_int32),
-    "scatter_from": (*_TABLE, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
     "find": (*_TABLE, *_KEYS, c_void_p, c_int32),
     "gather_tables": (
         *_TABLES,
