@@ -35,11 +35,11 @@ class Entry:
     name: str
     value: Any
     is_shipped: bool
-    """whether it is a part of nestpipe"""
+    """True if it is a part of nestpipe."""
 
     @property
     def summary(self) -> str:
-        """The first sentence of its docstring."""
+        """Returns the first sentence of the value's docstring."""
         text = (getdoc(self.value) or "").split("\n\n")[0].replace("\n", " ")
         return text.split(". ")[0].rstrip(".")
 
@@ -48,7 +48,7 @@ class Registry:
     """Entries of one kind by name. Modules and packages are imported when a name is first looked up, not before."""
 
     def __init__(self, kind: str, plural: str, *folders: str) -> None:
-        """folders: modules of nestpipe in which entries register; of a package, all its modules."""
+        """folders: modules of nestpipe in which entries register. For a package, all its modules are imported."""
         self.kind = kind
         self.plural = plural
         self._unread = list(folders)
@@ -94,7 +94,7 @@ class Registry:
         return Entry(name, self._load(point), is_shipped=False)
 
     def holds(self, value: object) -> bool:
-        """Whether a value is registered, as one of ours."""
+        """Returns whether a value is registered by nestpipe itself."""
         self._read_all()
         return any(entry.value is value for entry in self._entries.values())
 
@@ -111,13 +111,13 @@ class Registry:
         return f"nestpipe.{self.plural}"
 
     def _entry_points(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=self._group):
-            if point.name in found and point.value != found[point.name].value:
-                places = f"{found[point.name].value} and {point.value}"
+            if point.name in points and point.value != points[point.name].value:
+                places = f"{points[point.name].value} and {point.value}"
                 raise RegistryError(f"two installed packages have a {self.kind} {point.name!r}: {places}")
-            found[point.name] = point
-        return found
+            points[point.name] = point
+        return points
 
     def _read_all(self) -> None:
         while self._unread:
@@ -125,8 +125,8 @@ class Registry:
 
     def _read(self, folder: str) -> None:
         module = import_module(folder)
-        for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
-            import_module(f"{folder}.{found.name}")
+        for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
+            import_module(f"{folder}.{info.name}")
 
 
 models = Registry("model", "models", "nestpipe.models")

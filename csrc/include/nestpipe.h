@@ -99,7 +99,7 @@ typedef struct nestpipe_occurrences {
     int32_t dtype; /* nestpipe_dtype */
 } nestpipe_occurrences;
 
-/* Rows that an optimizer changes, wherever they lie. */
+/* Arguments of a row optimizer: rows, state and gradient, each with its stride. */
 typedef struct nestpipe_row_update {
     void* rows;           /* [num_rows, dim], a row every row_stride elements */
     void* state;          /* [num_rows, as many columns as the optimizer needs], every state_stride elements */
@@ -159,7 +159,7 @@ NESTPIPE_API nestpipe_status nestpipe_scatter(nestpipe_store* store, int32_t tab
 NESTPIPE_API nestpipe_status nestpipe_find(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                            uint8_t* found, int32_t num_threads);
 
-/* Removes keys; missing and repeated ones are no error. num_erased: number of keys that existed; may be null. */
+/* Removes keys; missing and repeated keys are allowed. num_erased: number of keys that existed; may be null. */
 NESTPIPE_API nestpipe_status nestpipe_erase(nestpipe_store* store, int32_t table, const int64_t* keys, int64_t num_keys,
                                             int64_t* num_erased);
 

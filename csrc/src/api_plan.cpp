@@ -51,7 +51,7 @@ void need_feature(const Feature& feature, int64_t f, int64_t num_tables, int64_t
                std::to_string(num_tables));
 }
 
-// offsets[0] .. offsets[count] rise from 0 to `end`.
+// Refuses offsets[0] .. offsets[count] that do not ascend from 0 to `end`.
 void need_offsets_to(const int64_t* offsets, int64_t count, int64_t end, const std::string& what) {
     if (offsets == nullptr) refuse(what + ": offsets is a null pointer");
     if (offsets[0] != 0 || offsets[count] != end || !std::is_sorted(offsets, offsets + count + 1))

@@ -36,7 +36,7 @@ std::vector<Table*> tables_of(nestpipe_store* store, const int32_t* numbers, int
     return tables;
 }
 
-// The tables of one call, in the order given and in that of their numbers.
+// The tables of one call, in the caller's order, and sorted by number, the order of locking.
 class TablesOfCall {
  public:
     TablesOfCall(nestpipe_store* store, const int32_t* numbers, int64_t num_tables)

@@ -59,7 +59,7 @@ struct Plan {
     }
 };
 
-// Each thread keeps its own for its next call: a fresh page costs more than the work done on it.
+// Arrays of one call. Each thread keeps its workspace for its next call: a fresh page costs more than the work on it.
 struct Workspace {
     SharedKeys shared;
     std::vector<Seen> seen;
@@ -98,7 +98,7 @@ void list_keys(const nestpipe_batch& batch, SharedKeys& shared, std::vector<Seen
     shared.begin[shared.num_samples] = static_cast<uint32_t>(next - shared.keys.data());
 }
 
-// Leaves the shared ones, numbered anew; both lists stay in order.
+// Removes keys that only one sample has and renumbers the others; both lists stay in order.
 void keep_shared(SharedKeys& shared, std::vector<Seen>& seen) {
     shared.uses.clear();
     for (Seen& key : seen)

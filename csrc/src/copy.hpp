@@ -13,7 +13,7 @@ using Copy = void (*)(char* to, const char* from, uint64_t bytes);
 Copy streaming_copy();
 void finish_streaming();
 
-// For an output of this size: beyond a few MiB it would not stay in a cache anyway.
+// Returns the copy to use for an output of this size. Beyond a few MiB the output would not stay in a cache.
 Copy copy_for(uint64_t total_bytes);
 
 }  // namespace nestpipe

@@ -39,8 +39,8 @@ NESTPIPE_INLINE void add(Real* __restrict sum, const Real* __restrict row, int64
     for (int64_t c = 0; c < dim; ++c) sum[c] += row[c];
 }
 
-// Not 0 if a value is NaN or its absolute value above the limit. As wide as the values, so that whole vectors are
-// compared.
+// Returns whether a value is NaN or larger in magnitude than the limit. The flag is as wide as the values, so that
+// whole vectors are compared.
 template <typename Real>
 NESTPIPE_INLINE bool exceeds(const Real* values, int64_t dim, Real limit) {
     using Flag = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;

@@ -22,9 +22,9 @@ void for_each_row(const RowUpdate<Real>& arrays, int32_t num_threads, Update&& u
 }
 
 // Calls work(divisor). divisor(sum) is sqrt(sum) + eps, or infinity instead of zero, so that what is divided by it
-// becomes zero. With eps > 0 it cannot be zero: then the loop in `work` is compiled without the question, which would
-// take up to a sixth of its time. A choice between divisors, unlike a choice whether to divide, is made for a vector at
-// once.
+// becomes zero. With eps > 0 it cannot be zero: then the loop in `work` is compiled without the test for zero, which
+// would take up to a sixth of its time. A choice between divisors, unlike a choice whether to divide, is made for a
+// vector at once.
 template <typename Real, typename Work>
 void with_divisor(Real eps, Work&& work) {
     if (eps > 0) {

@@ -39,7 +39,7 @@ class Tables::Walk {
         return *table_;
     }
 
-    // The table of all keys up to `end`; null where they have several.
+    // Returns the one table that has all keys up to `end`; null if several tables have them.
     Table* only(int64_t end) const { return tables_->offsets_[next_ + 1] >= end ? tables_->tables_[next_] : nullptr; }
 
  private:

@@ -10,7 +10,7 @@ from nestpipe.data.inspect import NUM_BATCHES, OVERHEAD_BYTES, Inspection, estim
 from nestpipe.registry import optimizers
 
 HOST_BYTES_PER_SECOND = 5e9
-"""assumed speed of the store of one rank"""
+"""Assumed speed of the store of one rank."""
 
 
 def bytes_of_record(dim: int, optimizer: str) -> int:

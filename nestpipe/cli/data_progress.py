@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from nestpipe.data.files.manifest import Manifest
 
 SHARE_A_LINE = 0.1
-"""share of the whole between two lines of one stage"""
+"""Share of the whole between two lines of one stage."""
 
 Report = Callable[[str, float], None]
-"""takes the stage and the share of the whole that is done, 0 to 1"""
+"""Takes the stage and the share of the whole that is done, 0 to 1."""
 
 
 @contextmanager

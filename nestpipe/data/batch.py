@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 Weight = float | Mapping[str, float]
-"""divisor of a sum of losses: a number, or one for each named loss"""
+"""Divisor of a sum of losses: a number, or one for each named loss."""
 
 NUMPY_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
     torch.float16,
     torch.float32,
     torch.float64,
 }
-"""dtypes that numpy has, too"""
+"""Dtypes that numpy has, too."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Jagged:
     """Lists of keys, one for each sample, concatenated."""
 
     values: Tensor
-    """[n] int64"""
+    """[n] int64."""
     offsets: Tensor
     """[num_samples + 1] int64: sample s has values[offsets[s]:offsets[s + 1]]"""
     weights: Tensor | None = None
-    """[n] floats, one for each key, used by pooling"""
+    """[n] floats, one for each key, used by pooling."""
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]]) -> "Jagged":
@@ -101,7 +101,7 @@ class Batch:
     keys: Mapping[str, Jagged]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     weight: Weight | None = None
-    """contribution of this batch to the divisor of the losses; None for the number of samples"""
+    """Contribution of this batch to the divisor of the losses; None for the number of samples."""
 
     def __post_init__(self) -> None:
         for name, jagged in self.keys.items():

@@ -23,7 +23,7 @@ def has_state(data: object) -> TypeGuard[WithState]:
 
 
 Fingerprint = dict[str, str | int | bool]
-"""everything that the order of samples depends on, by name; large values as hashes"""
+"""Everything that the order of samples depends on, by name; large values as hashes."""
 
 
 class Dataset(Protocol):
@@ -83,7 +83,7 @@ class Batches(Iterator[Batch]):
         self.rank = rank
         self.world_size = world_size
         self.position = 0
-        """position of the first sample that no rank was given yet"""
+        """Position of the first sample that no rank was given yet."""
         self._order: Fingerprint | None = None
 
     def __next__(self) -> Batch:
@@ -165,11 +165,11 @@ class BatchSource(Iterator[Batch]):
         self.batches = batches
         self._with_state = next((candidate for candidate in (batches, data) if has_state(candidate)), None)
         self.state = self._state()
-        """the data's state after the batches trained so far; None if it has none"""
+        """The data's state after the batches trained so far; None if it has none."""
         self._later_states: deque[Mapping[str, Any] | None] = deque()
-        """states after each batch that was read and not trained yet"""
+        """States after each batch that was read and not trained yet."""
         self._num_advanced = 0
-        """batches of this run that `state` includes"""
+        """Batches of this run that `state` includes."""
         self._returned: deque[Batch | Exception] = deque()
         self._lock = Lock()
         self._is_begun = False
@@ -240,7 +240,7 @@ class BatchReader(Iterator[Batch]):
     def __init__(self, source: BatchSource) -> None:
         source.begin_run()
         self.num_pulled = 0
-        """batches that this run was given, including errors in place of one"""
+        """Batches that this run was given, including errors in place of one."""
         self._source = source
         self._is_stopped = False
 

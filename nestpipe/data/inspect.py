@@ -19,11 +19,11 @@ from nestpipe.data.files.user_histories import UserHistories
 from nestpipe.data.key_counts import HOTTEST, KeyCounts
 
 NUM_BATCHES = 8
-"""consecutive batches, in the order of training, that are compared"""
+"""Consecutive batches, in the order of training, that are compared."""
 OVERHEAD_BYTES = 32
-"""most bytes that the store adds to a row: key, index, step"""
+"""Most bytes that the store adds to a row: key, index, step."""
 Report = Callable[[str, float], None]
-"""takes the stage and the share of the whole that is done, 0 to 1"""
+"""Takes the stage and the share of the whole that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class KeyColumn:
     num_occurrences: int
     num_distinct: int
     is_exact: bool
-    """False if there are too many keys to count each, so that a sample of them is used"""
+    """False if there are too many keys to count each, so that a sample of them is used."""
     hottest: dict[float, float]
-    """share of the distinct keys -> share of the occurrences that the hottest of them have"""
+    """Share of the distinct keys -> share of the occurrences that the hottest of them have."""
     num_per_batch: float
-    """mean number of distinct keys of a batch"""
+    """Mean number of distinct keys of a batch."""
     overlap: float
-    """share of a batch's distinct keys that the previous batch had, too"""
+    """Share of a batch's distinct keys that the previous batch had, too."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Inspection:
     num_rows: int
     num_groups: int
     columns: dict[str, str]
-    """name -> type"""
+    """Name -> type."""
     counts: dict[str, int] = field(default_factory=dict)
-    """counts in the manifest"""
+    """Counts in the manifest."""
     batch_size: int = 0
     keys: list[KeyColumn] = field(default_factory=list)
 
@@ -64,9 +64,9 @@ class Estimate:
 
     memory_bytes: int
     retrieved_bytes: float
-    """bytes for each batch, if all its rows are retrieved"""
+    """Bytes for each batch, if all its rows are retrieved."""
     pipelined_bytes: float
-    """bytes for each batch, if rows that the previous batch had stay on the device"""
+    """Bytes for each batch, if rows that the previous batch had stay on the device."""
 
 
 def estimate(keys: Sequence[KeyColumn], record_bytes: int) -> Estimate:

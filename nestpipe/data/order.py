@@ -16,7 +16,7 @@ class Window:
     """A few row groups whose rows are shuffled together. Their samples have consecutive positions."""
 
     first: int
-    """position of its first sample"""
+    """Position of its first sample."""
     num_rows: int
     groups: tuple[int, ...]
     epoch: int

@@ -26,20 +26,20 @@ FIELDS = (
     | {f"key_{number}": HEX for number in range(NUM_FIELDS)}
 )
 HELD_OUT_SHARE = 7
-"""the last 1 / HELD_OUT_SHARE of the Kaggle file is held out; of the Terabyte files it is the last day"""
+"""The last 1 / HELD_OUT_SHARE of the Kaggle file is held out; of the Terabyte files it is the last day."""
 
 # Of generated clicks:
 NUM_VALUES = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
-"""distinct values of each categorical field in the published data"""
+"""Distinct values of each categorical field in the published data."""
 MOST_VALUES = 1_000_000
 ROWS_A_VALUE = 4
 SKEW = 1.1
 CLICKED_SHARE = 0.25
 MISSING_SHARE = 0.1
-"""share of missing values in every third field"""
+"""Share of missing values in every third field."""
 _HEX = np.array([b"%04x" % number for number in range(1 << 16)])
 
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MEMORY_BYTES = 700_000_000
-"""memory of the engine; the whole process has a few hundred MB more"""
+"""Memory of the engine; the whole process has a few hundred MB more."""
 MOST_THREADS = 8
-"""a limit, because each thread needs memory of its own"""
+"""A limit, because each thread needs memory of its own."""
 ROWS_A_BATCH = 1 << 17
 _POLL_SECONDS = 0.1
 
 Report = Callable[[float], None]
-"""takes the share that is done, 0 to 1"""
+"""Takes the share that is done, 0 to 1."""
 
 
 def num_threads() -> int:

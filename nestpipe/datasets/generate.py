@@ -10,7 +10,7 @@ from nestpipe.datasets.published import find_format
 ROWS_A_BLOCK = 1 << 18
 
 Columns = Mapping[str, Any]
-"""name -> a pyarrow or numpy array"""
+"""Name -> a pyarrow or numpy array."""
 
 
 def generate(data_format: str, target: Path, num_rows: int, *, seed: int = 0, variant: str | None = None) -> list[Path]:

@@ -32,7 +32,7 @@ def stamp(file: Path) -> Stamp:
 class VariantFiles(NamedTuple):
     variant: str
     stamps: dict[Path, Stamp]
-    """the files in their order, with their stamps before any of them was read"""
+    """The files in their order, with their stamps before any of them was read."""
 
 
 def find_variant(

@@ -24,7 +24,7 @@ LEAST_PER_VIDEO, LEAST_PER_USER = 350, 20
 
 # Of generated logs:
 ROWS_A_USER, ROWS_A_VIDEO = 200, 10
-"""means, unless the variant has fewer users or videos"""
+"""Means, unless the variant has fewer users or videos."""
 USER_SKEW, VIDEO_SKEW = 0.7, 1.05
 NUM_USERS = {"27k": 27_285, "1k": 1_000, "pure": 27_285}
 NUM_VIDEOS = {"27k": 8_000_000, "1k": 4_000_000, "pure": 7_551}

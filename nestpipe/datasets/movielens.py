@@ -27,10 +27,10 @@ USERS_A_BLOCK = 1024
 LEAST_RATINGS = 20
 MEDIAN_MORE_RATINGS = 50.0
 LENGTH_SPREAD = 1.2
-"""standard deviation of the logarithm of a user's ratings above the least number"""
+"""Standard deviation of the logarithm of a user's ratings above the least number."""
 SKEW = 0.9
 MOVIES = {"1m": (3_706, 3_952, 1_531), "20m": (26_744, 131_262, 49_999)}
-"""number of rated movies, the largest id, and a factor that is coprime to it"""
+"""Number of rated movies, the largest id, and a factor that is coprime to it."""
 START = {"1m": 956_703_932, "20m": 789_652_009}
 SECONDS_OF_A_USER = 90 * 86_400
 

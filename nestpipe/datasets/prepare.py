@@ -9,7 +9,7 @@ from nestpipe.datasets.target_folder import move_in, unfinished
 from nestpipe.datasets.work import Prepared, Progress, Source, Work
 
 TIME_BEFORE_CHECKSUMS = 0.98
-"""share of the whole time that the stages before the checksums take"""
+"""Share of the whole time that the stages before the checksums take."""
 
 
 def prepare(

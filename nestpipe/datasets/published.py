@@ -20,16 +20,16 @@ class Published:
     """
 
     name: str
-    """FORMAT of `nestpipe data`; recipes say name-variant"""
+    """Name of the format in `nestpipe data prepare NAME`. In a recipe, data.kind is NAME-VARIANT."""
     variants: tuple[str, ...]
-    """the first one is the default of `nestpipe data generate`"""
+    """The first one is the default of `nestpipe data generate`."""
     samples: Kind
     summary: str
     find: Callable[[Path], Source]
-    """finds the files in a folder"""
+    """Finds the files in a folder."""
     prepare: Callable[[Work], Prepared]
     write: Callable[[Path, int, int, str], list[Path]]
-    """writes generated files, given folder, number of rows, seed and variant; returns their paths"""
+    """Writes generated files, given folder, number of rows, seed and variant; returns their paths."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.summary)

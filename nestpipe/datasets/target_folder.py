@@ -13,9 +13,9 @@ from typing import TextIO
 from nestpipe.data.files.manifest import FORMAT, MANIFEST
 
 UNFINISHED = "unfinished"
-"""folder within the prepared one that holds everything until the end; it marks what may be started over"""
+"""Folder within the prepared one that holds everything until the end; it marks what may be started over."""
 MARK = "nestpipe data prepare: what it has written in this folder is removed at its end, or when it starts over\n"
-"""content of the lock file; a folder without it belongs to somebody else"""
+"""Content of the lock file; a folder without it was not made by nestpipe."""
 _LOCK, _MOVES, _REPLACED = "lock", "moves.json", "replaced"
 _PREPARED = re.compile(r"(users|train|validation|test)-\d{5}\.parquet|(items|user_ids)\.parquet")
 _WORK = re.compile(rf"spool-\d{{5}}\.parquet|spill|{_MOVES}(\.new)?|{_REPLACED}|manifest\.json(\.unfinished)?")

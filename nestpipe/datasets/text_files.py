@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 LONGEST_LINE_BYTES = 2_000_000
-"""limit of the engine"""
+"""Limit of the engine."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Field:
     """
 
     what: str
-    """description for error messages"""
+    """Description for error messages."""
     pattern: re.Pattern[str]
     value: str
-    """SQL for the value of the text {0}, or null"""
+    """SQL for the value of the text {0}, or null."""
     good: str
-    """SQL that is true if the text {0} is allowed; {1} is its value"""
+    """SQL that is true if the text {0} is allowed; {1} is its value."""
 
     def accepts(self, text: str) -> bool:
         if self.pattern.fullmatch(text) is None:
@@ -51,9 +51,9 @@ HEX = Field(
 class TextFormat:
     delimiter: str
     columns: tuple[str, ...]
-    """all columns of a line, in order"""
+    """All columns of a line, in order."""
     fields: Mapping[str, Field]
-    """the columns that are read"""
+    """The columns that are read."""
     has_header: bool
 
     def lines(self, file: Path, *, skip_bad: bool) -> str:
@@ -149,7 +149,7 @@ def read_header(file: Path, delimiter: str, required: tuple[str, ...]) -> tuple[
 
 _GET_AGAIN = "get the file again"
 _SAME_ENDS = "the engine needs the same line ends in all of a file: make them so, as with `tr '\\r' '\\n'`"
-"""the blank lines that `tr` makes are ignored; `tr -d '\\r'` would join lines, and dos2unix leave some as they are"""
+"""The blank lines that `tr` makes are ignored; `tr -d '\\r'` would join lines, and dos2unix leave some as they are."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Progress = Callable[[str, float], None]
-"""takes the stage and the share of the whole that is done, 0 to 1"""
+"""Takes the stage and the share of the whole that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Source:
 
     name: str
     files: tuple[Path, ...]
-    """in the order in which they are read"""
+    """In the order in which they are read."""
     text_format: TextFormat
     stamps: Mapping[Path, Stamp]
-    """stamps of the files when they were found"""
+    """Stamps of the files when they were found."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _known(name: torch.device | str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device that torch knows; cpu, cuda or cuda:1, for example") from error
+        raise ValueError(f"{name!r} is not a device that torch knows; give cpu, cuda or cuda:1, for example") from error
 
 
 def device_of_rank(name: str | torch.device, local_rank: int) -> torch.device:
@@ -128,6 +128,6 @@ class Streams:
 
 
 NUM_DRAWS = 128
-"""More draws than torch has streams of a device."""
+"""Attempts to get an unused stream: more than torch has streams for a device."""
 _alive: WeakSet[Streams] = WeakSet()
 _lock = threading.RLock()  # reentrant: a world may be finalized while the lock is held

@@ -27,7 +27,7 @@ class Overlap:
     slots: Tensor
     """Slots of the same keys in this batch, ascending."""
     on_device: tuple[Tensor, Tensor]
-    """Both, in the memory of the rows."""
+    """`previous_slots` and `slots`, copied to the memory of the rows."""
 
 
 @dataclass

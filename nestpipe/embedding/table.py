@@ -18,12 +18,12 @@ class Table:
     dim: int
     init: Distribution = field(default_factory=lambda: Normal(0.02))
     optimizer: RowOptimizer = field(default_factory=lambda: SGD(0.01))
-    """Tables with equal ones are updated together. It is read when training starts: for a learning rate that changes,
-    give it a function of the step."""
+    """Tables with equal row optimizers are updated together. The optimizer is read when training starts; for a learning
+    rate that changes, give it a function of the step."""
     num_keys: int | None = None
-    """Keys are 0 .. num_keys - 1, and others are refused; None: any int64 is a key."""
+    """Keys must be 0 .. num_keys - 1; with None, any int64 is a key."""
     frozen: bool = False
-    """Never updated; a key that was not imported keeps its initial row."""
+    """True if rows are never updated; a key that was not imported keeps its initial row."""
     dtype: torch.dtype = torch.float32
     max_rows: int | None = None
 
@@ -34,7 +34,7 @@ class Table:
             raise ValueError(f"table {self.name!r}: num_keys is {self.num_keys}, must be at least 1")
 
     def spec(self, seed: int) -> TableSpec:
-        """The table as the store sees it."""
+        """Returns the table as the store needs it."""
         width = 0 if self.frozen else self.optimizer.state_width(self.dim)
         return TableSpec(
             name=self.name,
@@ -54,12 +54,12 @@ class Sequence:
 
     table: Table
     padding_key: int | None = None
-    """Stands for no key: its place gets a row of zeros, and it has no row."""
+    """Key that stands for padding: it gets zeros, and has no row."""
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A feature whose rows are added up for each sample, weighted if the batch has weights. No keys: zeros."""
+    """A feature whose rows are added up for each sample, weighted if the batch has weights; zeros without keys."""
 
     table: Table
     mode: str = "sum"
@@ -75,7 +75,7 @@ Feature = Sequence | Pooled
 
 
 def tables_of(features: Mapping[str, Feature]) -> list[Table]:
-    """The tables of these features, by name; two different ones of one name are refused."""
+    """Returns the tables of these features, sorted by name. Refuses two different tables of one name."""
     tables: dict[str, Table] = {}
     for name, feature in features.items():
         table = tables.setdefault(feature.table.name, feature.table)

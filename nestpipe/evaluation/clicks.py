@@ -19,10 +19,10 @@ from nestpipe.registry import metrics
 def auc(scores: Tensor, labels: Tensor) -> float:
     """Returns the share of pairs (clicked, not clicked) in which the clicked one scores higher; a tie counts half."""
     scores, labels = _checked(scores, labels)
-    values, which = scores.unique(return_inverse=True)
+    values, ranks = scores.unique(return_inverse=True)
     # Counts, not sums of floats: exact for any number of samples below 2^31.
-    clicked = torch.bincount(which[labels == 1], minlength=len(values))
-    others = torch.bincount(which[labels == 0], minlength=len(values))
+    clicked = torch.bincount(ranks[labels == 1], minlength=len(values))
+    others = torch.bincount(ranks[labels == 0], minlength=len(values))
     num_pairs = int(clicked.sum()) * int(others.sum())
     if num_pairs == 0:
         return math.nan
@@ -40,14 +40,15 @@ def normalised_entropy(logits: Tensor, labels: Tensor) -> float:
     """Returns the log loss divided by that of always predicting the mean of the labels."""
     rate = float(labels.double().mean())
     if not 0 < rate < 1:
-        return log_loss(logits, labels) * math.nan  # still refuses what is to be refused
+        return log_loss(logits, labels) * math.nan  # log_loss still checks its arguments
     return log_loss(logits, labels) / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
 
 
 def _checked(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if scores.dim() != 1 or scores.shape != labels.shape:
         raise ValueError(
-            f"scores and labels must be 1-dimensional and as many, got {list(scores.shape)} and {list(labels.shape)}"
+            f"scores and labels must be 1-dimensional and of equal length, got {list(scores.shape)} and "
+            f"{list(labels.shape)}"
         )
     scores, labels = scores.detach().double(), labels.detach().double()
     if bool(scores.isnan().any()):

@@ -46,7 +46,7 @@ class Resident:
 
 @dataclass
 class InTraining:
-    """After begin: rows are frozen until the update."""
+    """After begin: no row changes until the update."""
 
     exchange: BatchExchange | None
     """None once the step has ended, so that its memory is free."""

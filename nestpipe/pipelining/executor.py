@@ -95,7 +95,8 @@ class Executor:
                 continue
             with self._trace.span(stage):  # on a device its stream may have to wait, even if this thread has not
                 for pending in late:
-                    wait_for(self._watch.wait(pending, stage, self._is_remote(stage)))  # raises what it raised
+                    # Raises the operation's error, if it failed.
+                    wait_for(self._watch.wait(pending, stage, self._is_remote(stage)))
         self._forget_done(op.batch)
 
     def drain(self) -> None:
@@ -215,7 +216,7 @@ class Executor:
             raise
 
     def _forget_done(self, batch: int) -> None:
-        """Forgets operations of earlier batches that are done; raises the error of one that failed."""
+        """Forgets finished operations of earlier batches; raises the error of one that failed."""
         done = [name for name, pending in self._pending.items() if name[1] < batch and pending.done()]
         for name in done:
             self._pending.pop(name).result()

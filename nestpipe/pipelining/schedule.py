@@ -27,24 +27,10 @@ before it in the list; so the list can always be played.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from nestpipe.pipelining.stage import COMPUTE, STAGES
-
-SCHEDULES = ("serial", "inter", "intra", "nested")
-
-OVERLAPPING = ("inter", "nested")
-"""Schedules in which consecutive batches overlap and shared rows stay on the device."""
-
-WINDOWED = ("intra", "nested")
-"""Schedules in which the exchanges of a batch overlap its dense part."""
-
-LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
-"""Last stage that a step waits for, by schedule. Later stages overlap the next step."""
-
-WITHOUT_EXCHANGE = {"intra": "serial", "nested": "inter"}
-"""Schedule that is played in a world of one, where nothing travels: copying rows would slow down a dense part that runs
-at the same time by more than the copy takes alone."""
 
 Name = tuple[str, int, int]
 """Stage, batch and micro-batch; -1 stands for the whole batch."""
@@ -71,9 +57,7 @@ def operations(schedule: str, num_micro_batches: int, steps: int | None = None) 
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
-    batches = _overlapping if schedule in OVERLAPPING else _one_by_one
-    endless = batches(_during_dense if schedule in WINDOWED else _in_turn, num_micro_batches)
-    for op in endless:
+    for op in _SCHEDULES[schedule].operations(num_micro_batches):
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
             yield replace(op, waits_for=(*op.waits_for, ("route", op.batch - 1, -1)))
         else:
@@ -151,7 +135,9 @@ def _during_dense(batch: int, num_micro_batches: int) -> Iterator[Op]:
 
 
 def _apply(batch: int, num_micro_batches: int) -> Iterator[Op]:
-    """Yields the operations from the last gradient returned to the update. Gradients are summed before commit."""
+    """Yields the operations from the last gradient returned to the update.
+
+    Dense gradients are summed (reduce) before commit, gradients of rows (sum_gradients) after it."""
     returned = tuple(("return_gradients", batch, i) for i in range(num_micro_batches))
     yield Op("reduce", COMPUTE, batch, waits_for=returned)
     for stage in ("commit", "sum_gradients", "update"):
@@ -161,3 +147,35 @@ def _apply(batch: int, num_micro_batches: int) -> Iterator[Op]:
 def _overlapped(stage: str, batch: int, micro_batch: int = -1, waits_for: tuple[Name, ...] = ()) -> Op:
     """Returns an operation on its stage's own lane."""
     return Op(stage, STAGES[stage].lane, batch, micro_batch, waits_for)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule, as the rest of the package needs to know it."""
+
+    operations: Callable[[int], Iterator[Op]]
+    """(number of micro-batches) -> the operations of an endless run."""
+    overlaps_batches: bool = False
+    """Consecutive batches overlap, and rows that they share stay on the device."""
+    overlaps_exchanges: bool = False
+    """The exchanges of a batch overlap its dense part."""
+    alone: str | None = None
+    """Schedule to play instead in a world of one, where nothing travels: copying rows would slow down a dense part that
+    runs at the same time by more than the copy takes alone."""
+
+
+_SCHEDULES = {
+    "serial": Schedule(partial(_one_by_one, _in_turn)),
+    "inter": Schedule(partial(_overlapping, _in_turn), overlaps_batches=True),
+    "intra": Schedule(partial(_one_by_one, _during_dense), overlaps_exchanges=True, alone="serial"),
+    "nested": Schedule(
+        partial(_overlapping, _during_dense), overlaps_batches=True, overlaps_exchanges=True, alone="inter"
+    ),
+}
+
+SCHEDULES = tuple(_SCHEDULES)
+OVERLAPPING = tuple(name for name, schedule in _SCHEDULES.items() if schedule.overlaps_batches)
+WINDOWED = tuple(name for name, schedule in _SCHEDULES.items() if schedule.overlaps_exchanges)
+WITHOUT_EXCHANGE = {name: schedule.alone for name, schedule in _SCHEDULES.items() if schedule.alone is not None}
+LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
+"""Last stage that a step waits for, by schedule. Later stages overlap the next step."""

@@ -1,4 +1,7 @@
-"""Every stage of a batch, from prefetch to write-back: one method each, in the order in which a batch passes them."""
+"""The stages of a batch, from prefetch to write-back: one method each, in the order in which a batch passes them.
+
+The dense part, which the user's loop drives, enters by `rows` and leaves by `collect_gradients`.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -154,7 +157,7 @@ class Stages:
         except Exception as error:  # no memory, for example
             state.error = error
 
-    # ---- training: rows are frozen from begin to update ----
+    # ---- training: no row changes from begin to update ----
 
     def begin(self, op: Op) -> None:
         """Opens the exchanges of a batch that is a step."""

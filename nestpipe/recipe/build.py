@@ -34,9 +34,9 @@ class Run:
     trainer: Trainer
     source: Source
     batches: Batches
-    """to train on, at the position that the trainer has reached"""
+    """To train on, at the position that the trainer has reached."""
     held_out: Batches | None
-    """to evaluate on; None if the data has nothing held out"""
+    """To evaluate on; None if the data has nothing held out."""
 
 
 def build(config: Config, world: World) -> Run:

@@ -21,7 +21,7 @@ PRECISIONS = ("float32", "bfloat16")
 MOST_THREADS = 1024
 
 RETIRED = {"pipeline.fault": "none"}
-"""keys of earlier versions with their defaults; a recipe may still have such a key if it has its default"""
+"""Keys of earlier versions with their defaults; a recipe may still have such a key if it has its default."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Key:
     meaning: str
     choices: tuple[str, ...] = ()
     registry: Registry | None = None
-    """a value names an entry of it, or the place of one: "package.module:Class\""""
+    """A value names an entry of it, or the place of one: "package.module:Class\"."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

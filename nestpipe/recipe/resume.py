@@ -26,7 +26,7 @@ _FREE_KEYS = ("train.steps", "tables.max_rows")
 """Sections and keys that may differ when a run resumes: its length, what is watched and saved, and limits that an error
 message may have told the user to raise."""
 _MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
-"""Keys that default to what this machine has. Bits depend on them, so a resumed run keeps its first values."""
+"""Keys that default to what this machine has. Bits may depend on them, so a resumed run keeps its first values."""
 
 
 def open_folders(config: Config, world: World, fresh: bool) -> Path | None:

@@ -109,7 +109,7 @@ def _start(config: Config, world: World) -> Run:
     assert config.runtime.dense_threads is not None
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    # What we allocate we write; filling it before that would be a launch for each tensor on a device.
+    # Every allocated tensor is written before it is read; filling it first would cost a launch for each on a device.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     this_run = build(config, world)
     this_run.trainer.recipe = to_toml(config)

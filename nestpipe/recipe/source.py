@@ -17,7 +17,7 @@ class HeldOut(NamedTuple):
 
     dataset: Dataset
     position: int = 0
-    """the first sample of the evaluation"""
+    """Position of the first sample of the evaluation."""
 
 
 class Source(ABC):
@@ -28,17 +28,17 @@ class Source(ABC):
     """
 
     samples: ClassVar[str]
-    """what a sample is, "clicks" or "histories"; a model's `learns_from` names one of them"""
+    """Kind of samples, "clicks" or "histories"; a model's `learns_from` names one of them."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """metrics of an evaluation, where evaluate.metrics does not say"""
+    """Default of evaluate.metrics."""
     own_keys: ClassVar[tuple[str, ...]] = ()
-    """those of FILE_KEYS that this source reads"""
+    """Keys of `file_keys` that this source reads; the others must not be set."""
     split: str | None = None
-    """name of the held-out split; None if the data has no named splits"""
+    """Name of the held-out split; None if the data has no named splits."""
     num_dense: int = 0
-    """width of the input "dense\""""
+    """Width of the input "dense"."""
     num_items: int | None = None
-    """items of the corpus that a model ranks, 0 .. num_items - 1; None if there is none"""
+    """Number of items that a model ranks, 0 .. num_items - 1; None if there is no corpus."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -101,7 +101,7 @@ class HistorySource(Source):
     samples = "histories"
     metrics = ("ranking",)
     has_known_items: ClassVar[bool] = True
-    """whether every key is below num_items, so that the table can refuse others"""
+    """True if every key is below num_items, so that the table can refuse others."""
 
     def tables(self) -> dict[str, TableSection]:
         num_keys = self.num_items if self.has_known_items else None

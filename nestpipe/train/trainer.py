@@ -345,7 +345,7 @@ class Trainer:
         """Scales the reduced dense gradients down to clip_norm and returns the factor."""
         if self.clip_norm is None:
             return 1.0
-        # Row gradients differ by rank, so their norm is summed; dense gradients are already the same on all.
+        # Row gradients differ by rank, so their norm is summed; dense gradients are already the same on all ranks.
         squared = squared_norm((), self.world.device)
         if self.clip_rows:
             squared = step.squared_gradient_norm()

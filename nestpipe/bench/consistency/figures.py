@@ -15,7 +15,9 @@ def plot(records: Sequence[Record]) -> str:
         if record["schedule"] != "serial":
             compared.setdefault(_name(record), []).append(record)
     if not compared:
-        raise ValueError("there is no record to compare with serial: run the whole bench")
+        raise ValueError(
+            "the result has no run to compare with serial; run `nestpipe bench consistency` without --quick"
+        )
     series = [
         Series(f"{name}, {_seeds(runs)}", [[_difference(run, metric, records) for run in runs] for metric in METRICS])
         for name, runs in compared.items()

@@ -46,7 +46,7 @@ class Size:
     num_micro_batches: int = 8
     num_rounds: int = 5
     left_out: int = 5
-    """Steps at the beginning of a stretch that do not count, because the pipeline fills."""
+    """Steps left out at the beginning of a stretch, while the pipeline fills."""
     left_out_last: int = 2
     """Steps at its end that do not count, because nothing is prefetched any more."""
     most_counted: int = 5

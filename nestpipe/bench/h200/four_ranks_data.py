@@ -63,7 +63,10 @@ def make_batches(recipe: Recipe, pools: list[Tensor], rank: int) -> list[Batch]:
     num_shared = int(recipe.num_distinct * recipe.overlap)
     num_fresh = recipe.num_distinct - num_shared
     if num_shared > num_fresh:
-        raise ValueError(f"overlap is {recipe.overlap}, must be at most a half: shared keys are new ones of before")
+        raise ValueError(
+            f"overlap is {recipe.overlap}, must be at most a half: a batch can share only keys that were new in the "
+            "previous batch"
+        )
     needed = recipe.num_batches * num_fresh
     if min(map(len, pools)) < needed:
         raise ValueError(f"a rank has {min(map(len, pools))} rows, batches of {num_fresh} new ones need {needed}")

@@ -12,7 +12,7 @@ from nestpipe.device.streams import default_device
 from nestpipe.distributed import World
 
 Part = Callable[[str, bool], Iterator[Record]]
-"""(device, quick) -> records"""
+"""(device, quick) -> records."""
 
 
 def _in_this_process(measure: Callable[[World, bool], Iterator[Record]]) -> Part:

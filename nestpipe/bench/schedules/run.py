@@ -56,7 +56,7 @@ class Size:
 
 QUICK = Size(num_rows=20_000, num_samples=128, keys_a_sample=16, hidden=64, num_rounds=3)
 OVERHEAD = Size(num_rows=20_000, keys_a_sample=2, hidden=768, num_rounds=40)
-"""A tenth of a second of dense compute, as in the demo, and too little to look up for hiding it to gain anything."""
+"""A tenth of a second of dense compute, as in the demo, and too few rows for hiding their lookup to save time."""
 QUICK_OVERHEAD = replace(QUICK, keys_a_sample=2)
 
 

@@ -24,7 +24,7 @@ class Lists:
     values: Array
     offsets: Array | None = None
     has_key: Array | None = None
-    """without offsets: whether a row has a key; None if all have one"""
+    """Without offsets: whether a row has a key; None if all have one."""
 
     def take(self, rows: Array) -> "Lists":
         """Returns the keys of these rows, in this order."""
@@ -60,7 +60,7 @@ class Rows:
     keys: dict[str, Lists] = field(default_factory=dict)
     inputs: dict[str, Array] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
-    """first problem of each bad row, by its number"""
+    """First problem of each bad row, by its number."""
 
     def take(self, rows: Array) -> "Rows":
         """Returns these rows, in this order. It uses numpy alone, which works in this thread."""
@@ -184,7 +184,7 @@ def _integers(values: Any) -> Array:
 
 
 def _numbers(rows: Rows, column: str, array: Any, width: int | None = None) -> Array:
-    """Returns [n] numbers or, of lists, [n, width], as int64 or float32."""
+    """Returns numbers [n], or [n, width] for a column of lists, as int64 or float32."""
     import pyarrow as pa
 
     shape: tuple[int, ...] = (rows.num_rows,)

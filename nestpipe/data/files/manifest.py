@@ -19,7 +19,7 @@ Kind = Literal["histories", "clicks"]
 class PreparedFile:
     name: str
     split: str
-    """all; train, validation, test; or index, for the original numbers of users and items"""
+    """One of all, train, validation, test; or index, for the original numbers of users and items."""
     num_rows: int
     num_bytes: int
     sha256: str
@@ -34,13 +34,13 @@ class Manifest:
     kind: Kind
     source: str
     schema: Mapping[str, str]
-    """Arrow type of each column of the files that are trained on"""
+    """Arrow type of each column of the files that are trained on."""
     counts: Mapping[str, int]
     files: Sequence[PreparedFile]
     inputs: Mapping[str, int]
-    """bytes of each published file, in the order in which they were read"""
+    """Bytes of each published file, in the order in which they were read."""
     command: Sequence[str]
-    """the command without its folders, which may have other names when it is called again"""
+    """The command without its folders, which may have other names when it is called again."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -23,13 +23,13 @@ class Skipped:
     """The data that skip_bad left out."""
 
     num_files: int = 0
-    """files that could not be opened; the number of their rows is unknown"""
+    """Files that could not be opened; the number of their rows is unknown."""
     num_groups: int = 0
-    """row groups that could not be read"""
+    """Row groups that could not be read."""
     num_rows: int = 0
-    """rows of these row groups, and single rows that do not fit the schema"""
+    """Rows of these row groups, and single rows that do not fit the schema."""
     examples: tuple[str, ...] = ()
-    """the first few reasons"""
+    """The first few reasons."""
 
 
 class ParquetData(Dataset):
@@ -63,7 +63,7 @@ class ParquetData(Dataset):
         self.schema = schema
         self.num_epochs = num_epochs
         self.num_group_reads = 0
-        """row groups read so far; one that is read again counts again"""
+        """Row groups read so far; one that is read again counts again."""
         opened, failures = open_files(find_files(paths))
         if failures and not skip_bad:
             raise failures[0]
@@ -73,7 +73,7 @@ class ParquetData(Dataset):
         self.files = [file for file, _ in opened]
         self._groups = [(file, group) for file in self.files for group in range(len(file.group_rows))]
         self._kept: dict[int, NDArray[np.int64]] = {}
-        """rows that stay, of row groups from which some are left out"""
+        """Rows that stay, of row groups from which some are left out."""
         self.skipped = self._skip(failures, progress) if skip_bad else Skipped()
         sizes = [self._num_rows(number) for number in range(len(self._groups))]
         if sum(sizes) == 0:
@@ -82,7 +82,7 @@ class ParquetData(Dataset):
         self._ahead = ReadAhead(self.read, num_threads)
         self._lock = Lock()
         self._previous: int | None = None
-        """position of the first sample of the last batch"""
+        """Position of the first sample of the last batch."""
         self._rows: tuple[Window, NDArray[np.int64]] | None = None
 
     @property

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PARQUET, ARROW = b"PAR1", b"ARROW1"
 SUFFIXES = (".parquet", ".arrow", ".feather")
 FOOTERS_KEPT = 16
-"""number of parsed footers that are cached"""
+"""Number of parsed footers that are cached."""
 OPEN_AT_A_TIME = 8
 
 
@@ -36,7 +36,7 @@ class RowFile:
     size_bytes: int
     changed_ns: int
     footer: bytes
-    """hash of the footer"""
+    """Hash of the footer."""
     group_rows: tuple[int, ...]
 
     def where(self, group: int, row: int | None = None) -> str:

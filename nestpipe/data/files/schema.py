@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Names = Mapping[str, str] | Sequence[str]
-"""name in the batch -> column; or a list, if the names are those of the columns"""
+"""Name in the batch -> column; or a list, if the names are those of the columns."""
 
 Opened = Sequence[tuple[RowFile, "pa.Schema"]]
 
 WEIGHT = "weight"
-"""the input that has the weights of the samples"""
+"""The input that has the weights of the samples."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class InputForms:
     """The dtype of each input and the width of its lists, over all files."""
 
     dtypes: Mapping[str, type[Any]] = field(default_factory=dict)
-    """dtype of each input: int64 if its columns are integers in all files, else float32"""
+    """Dtype of each input: int64 if its columns are integers in all files, else float32."""
     widths: Mapping[str, int] = field(default_factory=dict)
-    """length that each list of a column must have"""
+    """Length that each list of a column must have."""
 
     def width(self, columns: Sequence[str]) -> int:
         """Returns the width of several columns side by side."""

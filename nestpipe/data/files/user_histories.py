@@ -11,13 +11,13 @@ from nestpipe.data.negatives import Negatives
 from nestpipe.data.synthetic.draws import stream, uniform
 
 HELD_OUT_ITEMS = {"train": 2, "validation": 1, "test": 0}
-"""items at the end of each history that are hidden from a part; the item before them is its last target"""
+"""Items at the end of each history that are hidden from a part; the item before them is its last target."""
 Numbers = NDArray[np.int64]
 CROPS = ("last", "random")
 LEAST_ITEMS = 2
-"""items that a part must have of a user: one to predict from, one to predict"""
+"""Items that a part must have of a user: one to predict from, one to predict."""
 ROWS_A_SEARCH = 4096
-"""rows read at a time by the search for a user with enough items"""
+"""Rows read at a time by the search for a user with enough items."""
 
 
 class UserHistories(Dataset):
@@ -59,7 +59,7 @@ class UserHistories(Dataset):
         self.item = item
         self.time = time
         self._has_samples = False
-        """whether a user with enough items was seen"""
+        """Whether a user with enough items was seen."""
 
     @property
     def num_samples(self) -> int | None:

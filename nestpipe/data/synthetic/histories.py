@@ -16,7 +16,7 @@ SHORT_GAP_SECONDS = (5, 600)
 LONG_GAP_SECONDS = (4 * 3600, 10 * 86400)
 START_SECONDS = 30 * 86400
 ATTEMPTS = 4
-"""candidates drawn at a time; the first that is not in the history is used"""
+"""Candidates drawn at a time; the first that is not in the history is used."""
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,27 @@ class HistoryShape:
     """The parameters of HistoryData, with their meaning."""
 
     num_items: int = 2000
-    """number of items; their keys are 0 .. num_items - 1, by popularity"""
+    """Number of items; their keys are 0 .. num_items - 1, by popularity."""
     skew: float = 0.8
-    """an item's popularity is (its number + 1) to the power of -skew"""
+    """An item's popularity is (its number + 1) to the power of -skew."""
     num_interests: int = 20
-    """item i is of interest i modulo num_interests"""
+    """Item i is of interest i modulo num_interests."""
     interests_a_user: int = 3
-    """number of distinct interests of a user; all sets are equally likely"""
+    """Number of distinct interests of a user; all sets are equally likely."""
     num_groups: int = 25
-    """item i is in group (i // num_interests) modulo num_groups, and leads to a group that a hash of i names"""
+    """Item i is in group (i // num_interests) modulo num_groups, and leads to a group that a hash of i names."""
     follow: float = 0.6
-    """within a session: probability of an item of the user's interests that the previous item leads to"""
+    """Within a session: probability of an item of the user's interests that the previous item leads to."""
     interest: float = 0.25
-    """within a session: probability of an item of one of the user's interests"""
+    """Within a session: probability of an item of one of the user's interests."""
     new_session: float = 0.15
-    """probability that an item begins a session; the first item always does"""
+    """Probability that an item begins a session; the first item always does."""
     median_length: float = 20
-    """median length of a history, before it is cut at max_length"""
+    """Median length of a history, before it is cut at max_length."""
     length_spread: float = 0.5
-    """standard deviation of the logarithm of the length"""
+    """Standard deviation of the logarithm of the length."""
     max_length: int = 32
-    """largest number of items of a history"""
+    """Largest number of items of a history."""
 
     def __post_init__(self) -> None:
         for name in ("num_items", "num_interests", "interests_a_user", "num_groups", "max_length"):

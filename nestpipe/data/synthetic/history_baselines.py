@@ -11,7 +11,7 @@ from nestpipe.data.dataset import Dataset
 
 SAMPLES_AT_A_TIME = 8192
 BACK_OFF = 10.0
-"""occurrences of the last item that the popularity of the next one weighs as much as"""
+"""Weight of an item's popularity against bigram counts, in occurrences of the last item."""
 
 
 class Guess(Protocol):
@@ -22,7 +22,7 @@ class Guess(Protocol):
 @dataclass(frozen=True)
 class Popularity:
     counts: Tensor
-    """[num_items] float64: how often each item came next"""
+    """[num_items] float64: how often each item came next."""
 
     def scores(self, batch: Batch) -> Tensor:
         return self.counts.expand(len(batch), -1)
@@ -37,9 +37,9 @@ class Bigram:
 
     popularity: Popularity
     pairs: Tensor
-    """[pairs] item * num_items + the item after it, ascending"""
+    """[pairs] item * num_items + the item after it, ascending."""
     times: Tensor
-    """[pairs] float64: how often each pair occurred"""
+    """[pairs] float64: how often each pair occurred."""
 
     def scores(self, batch: Batch) -> Tensor:
         num_items = len(self.popularity.counts)

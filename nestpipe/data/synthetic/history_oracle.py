@@ -16,7 +16,7 @@ from nestpipe.data.synthetic.histories import LONG_GAP_SECONDS, HistoryData, Num
 Truths = NDArray[np.bool_]
 
 MOST_SETS = 20_000
-"""largest number of sets of interests, each of which the oracle weighs"""
+"""Largest number of sets of interests, each of which the oracle weighs."""
 
 
 class HistoryOracle:
@@ -37,14 +37,14 @@ class HistoryOracle:
             )
         self.data = data
         self.sets: Floats = np.zeros((num_sets, shape.num_interests))
-        """[sets, interests] 1 for interests in the set, else 0"""
+        """[sets, interests] 1 for interests in the set, else 0."""
         for row, interests in enumerate(combinations(range(shape.num_interests), shape.interests_a_user)):
             self.sets[row, interests] = 1.0
         self.interest_popularity = np.bincount(data.interests, data.popularity, shape.num_interests)
         cells = data.groups * shape.num_interests + data.interests
         cell_popularity = np.bincount(cells, data.popularity, shape.num_groups * shape.num_interests)
         self.group_popularity = cell_popularity.reshape(shape.num_groups, shape.num_interests) @ self.sets.T
-        """[groups, sets] popularity of the items of a group that are of a set's interests"""
+        """[groups, sets] popularity of the items of a group that are of a set's interests."""
         self.total = float(data.popularity.sum())
 
     def probabilities(self, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class HistoryOracle:
         )
 
     def _weights(self, items: Numbers, ways: "_Ways") -> Floats:
-        """Returns [sets]: probability of each set given the history, over that of a new item at the target's place."""
+        """Returns weights of the sets: their probabilities given the history, divided by that of a new item."""
         data, n = self.data, len(items)
         interests, popularity = data.interests[items], data.popularity[items]
         leads = data.groups[items] == ways.leads_to[:, None]
@@ -94,7 +94,7 @@ class HistoryOracle:
         had_of_interests = ways.interest[:, None] * ((had @ own / self.interest_popularity) @ self.sets.T)
         had_of_following = ways.follow * ((had * leads) @ own @ self.sets.T)
         is_new = 1 - had_before[:, None] - had_of_interests - had_of_following
-        """[places, sets] probability of an item that the user did not have yet"""
+        """[places, sets] probability of an item that the user did not have yet."""
         by_interest = (ways.interest[:n] / self.interest_popularity[interests])[:, None]
         by_following = ways.follow[:n] * leads.diagonal()[:, None]
         chance = ways.popular[:n, None] + self.sets.T[interests] * (by_interest + by_following)
@@ -109,10 +109,10 @@ class _Ways:
     """Weight of a unit of popularity at each place of a history and at the target's, by the way of drawing an item."""
 
     follow: Floats
-    """[places, sets] for items of the set's interests, in the group that the item before leads to"""
+    """[places, sets] for items of the set's interests, in the group that the item before leads to."""
     interest: Floats
-    """[places] for items of the set's interests, times the popularity of the interest"""
+    """[places] for items of the set's interests, times the popularity of the interest."""
     popular: Floats
-    """[places] for all items"""
+    """[places] for all items."""
     leads_to: Numbers
-    """[places] the group that the previous item leads to; arbitrary at the first place, where a session begins"""
+    """[places] the group that the previous item leads to; arbitrary at the first place, where a session begins."""

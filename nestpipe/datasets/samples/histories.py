@@ -23,10 +23,10 @@ SCHEMA = pa.schema(
     ]
 )
 EVENTS_A_GROUP = 1 << 19
-"""8 MB of items and times; a user with more events has a row group alone"""
+"""8 MB of items and times; a user with more events has a row group alone."""
 GROUPS_A_FILE = 64
 ROWS_OF_INDEX = 1 << 19
-"""rows of a row group of items.parquet or user_ids.parquet"""
+"""Rows of a row group of items.parquet or user_ids.parquet."""
 
 Numbers = NDArray[np.int64]
 
@@ -40,7 +40,7 @@ class Events:
     time: str
     ticks_a_second: int
     least_per_item: int
-    """events that an item needs; rare items and rare users are left out repeatedly, until none is left"""
+    """Events that an item needs; rare items and rare users are left out repeatedly, until none is left."""
     least_per_user: int
 
 

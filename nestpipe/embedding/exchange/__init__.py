@@ -65,7 +65,7 @@ class Exchange(Protocol):
 
 
 def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Memory) -> Exchange:
-    """Returns the exchange of a world: the one place that asks whether there is another rank."""
+    """Returns the exchange of a world: local for one rank, distributed for several."""
     from nestpipe.embedding.exchange.distributed import DistributedExchange
     from nestpipe.embedding.exchange.local import LocalExchange
 

@@ -1,8 +1,8 @@
 """Sums over segments of entries, in a fixed order.
 
 An entry names a row of `values` and may have a weight. A segment is a run of consecutive entries. Entries are summed
-one after another, PIECE entries at a time; then the sums of these pieces are, one after another. So many programs share
-the work on a segment of many pieces, such as the gradients of a hot key, next to millions of short segments. The launch
+one after another, PIECE entries at a time; then the sums of the pieces are added, one after another. Several programs
+can therefore share a segment of many pieces, such as the gradients of a hot key. The launch
 must know which segments are long without waiting for the device, so the host finds them when it makes the offsets.
 """
 
