@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_device_that_torch_does_not_know() -> None:
-    with pytest.raises(ValueError, match="'gpu' is no device that torch knows; cpu, cuda or cuda:1, for example"):
+    with pytest.raises(ValueError, match="'gpu' is not a device that torch knows; give cpu, cuda or cuda:1, for example"):
         World(device="gpu")
 
 

@@ -102,5 +102,5 @@ def test_refusals(metric) -> None:
         with pytest.raises(ValueError, match="labels must be 0 or 1"):
             metric(torch.zeros(2), torch.tensor(labels))
     for shape in ((3,), (2, 1)):
-        with pytest.raises(ValueError, match="1-dimensional and as many"):
+        with pytest.raises(ValueError, match="1-dimensional and of equal length"):
             metric(torch.zeros(2), torch.zeros(shape))

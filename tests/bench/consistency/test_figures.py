@@ -68,7 +68,7 @@ def test_records_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="no record of serial with seed 2"):
         plot([record(1, "serial"), record(2, "nested", True)])
     for records in ([], [record(1, "serial")]):
-        with pytest.raises(ValueError, match="no record to compare with serial"):
+        with pytest.raises(ValueError, match="no run to compare with serial"):
             plot(records)
     with pytest.raises(ValueError, match=r"inter, seed 1, HR@50: nan has no place in a plot"):
         plot([record(1, "serial"), record(1, "inter", less={"hr_50": float("nan")})])
