@@ -12,7 +12,7 @@ from nestpipe.datasets.generate import Columns, blocks, shares, text_file
 from nestpipe.datasets.input_files import find_variant
 from nestpipe.datasets.published import Published, register
 from nestpipe.datasets.text_files import HEX, INTEGER, LABEL, TextFormat
-from nestpipe.datasets.work import Prepared, Source, Work
+from nestpipe.datasets.work import Prepared, PublishedFiles, Work
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,11 +43,11 @@ MISSING_SHARE = 0.1
 _HEX = np.array([b"%04x" % number for number in range(1 << 16)])
 
 
-def find_criteo(source: Path) -> Source:
+def find_criteo(source: Path) -> PublishedFiles:
     """Requires all days: fewer would be another data set under the same name."""
     variant, stamps = find_variant(source, VARIANT_FILES, dict.fromkeys(VARIANT_FILES, ("",)))
     text_format = TextFormat("\t", tuple(FIELDS), FIELDS, has_header=False)
-    return Source(f"criteo-{variant}", tuple(stamps), text_format, stamps)
+    return PublishedFiles(f"criteo-{variant}", tuple(stamps), text_format, stamps)
 
 
 def prepare_criteo(work: Work) -> Prepared:

@@ -11,7 +11,7 @@ from nestpipe.datasets.generate import Columns, blocks, shares, text_file
 from nestpipe.datasets.input_files import find_variant
 from nestpipe.datasets.published import Published, register
 from nestpipe.datasets.text_files import WHOLE, TextFormat, read_header
-from nestpipe.datasets.work import Prepared, Source, Work
+from nestpipe.datasets.work import Prepared, PublishedFiles, Work
 
 COLUMNS = (
     *("user_id", "video_id", "date", "hourmin", "time_ms", "is_click", "is_like", "is_follow", "is_comment"),
@@ -45,7 +45,7 @@ def random_log(variant: str) -> str:
     return f"log_random_4_22_to_5_08_{variant}.csv"
 
 
-def find_kuairand(source: Path) -> Source:
+def find_kuairand(source: Path) -> PublishedFiles:
     places = {variant: ("", "data", f"{folder}/data", folder) for variant, folder in FOLDERS.items()}
     variant, stamps = find_variant(source, {name: standard_logs(name) for name in FOLDERS}, places)
     files = tuple(stamps)
@@ -54,7 +54,7 @@ def find_kuairand(source: Path) -> Source:
         if read_header(file, ",", READ) != columns:
             raise ValueError(f"{file} line 1: has other columns than {files[0].name}; they must be the same")
     text_format = TextFormat(",", columns, dict.fromkeys(READ, WHOLE), has_header=True)
-    return Source(f"kuairand-{variant}", files, text_format, stamps)
+    return PublishedFiles(f"kuairand-{variant}", files, text_format, stamps)
 
 
 def prepare_kuairand(work: Work) -> Prepared:

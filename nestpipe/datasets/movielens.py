@@ -12,7 +12,7 @@ from nestpipe.datasets.generate import blocks, text_file
 from nestpipe.datasets.input_files import find_variant
 from nestpipe.datasets.published import Published, register
 from nestpipe.datasets.text_files import WHOLE, TextFormat, read_header
-from nestpipe.datasets.work import Prepared, Source, Work
+from nestpipe.datasets.work import Prepared, PublishedFiles, Work
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,15 +35,15 @@ START = {"1m": 956_703_932, "20m": 789_652_009}
 SECONDS_OF_A_USER = 90 * 86_400
 
 
-def find_movielens(source: Path) -> Source:
+def find_movielens(source: Path) -> PublishedFiles:
     names = {variant: (name,) for variant, name in RATINGS.items()}
     variant, stamps = find_variant(source, names, {variant: ("", folder) for variant, folder in FOLDERS.items()})
     files = tuple(stamps)
     fields = dict.fromkeys(READ, WHOLE)
     if variant == "1m":
-        return Source("movielens-1m", files, TextFormat("::", HEADER, fields, has_header=False), stamps)
+        return PublishedFiles("movielens-1m", files, TextFormat("::", HEADER, fields, has_header=False), stamps)
     columns = read_header(files[0], ",", READ)
-    return Source("movielens-20m", files, TextFormat(",", columns, fields, has_header=True), stamps)
+    return PublishedFiles("movielens-20m", files, TextFormat(",", columns, fields, has_header=True), stamps)
 
 
 def prepare_movielens(work: Work) -> Prepared:

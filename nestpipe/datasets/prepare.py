@@ -6,7 +6,7 @@ from nestpipe.data.files.manifest import Manifest, describe_file
 from nestpipe.datasets.engine import Engine, EngineError
 from nestpipe.datasets.published import find_format
 from nestpipe.datasets.target_folder import move_in, unfinished
-from nestpipe.datasets.work import Prepared, Progress, Source, Work
+from nestpipe.datasets.work import Prepared, Progress, PublishedFiles, Work
 
 TIME_BEFORE_CHECKSUMS = 0.98
 """Share of the whole time that the stages before the checksums take."""
@@ -42,7 +42,7 @@ def prepare(
     return manifest
 
 
-def _manifest(prepared: Prepared, source: Source, folder: Path, data_format: str, skip_bad: bool) -> Manifest:
+def _manifest(prepared: Prepared, source: PublishedFiles, folder: Path, data_format: str, skip_bad: bool) -> Manifest:
     files = [describe_file(folder / file.name, file.split, file.num_rows) for file in prepared.files]
     schema = {field.name: str(field.type) for field in prepared.schema}
     inputs = {file.name: source.stamps[file].num_bytes for file in source.files}

@@ -9,7 +9,7 @@ from pathlib import Path
 from nestpipe import datasets as folder
 from nestpipe import registry
 from nestpipe.data.files.manifest import Kind
-from nestpipe.datasets.work import Prepared, Source, Work
+from nestpipe.datasets.work import Prepared, PublishedFiles, Work
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Published:
     """The first one is the default of `nestpipe data generate`."""
     samples: Kind
     summary: str
-    find: Callable[[Path], Source]
+    find: Callable[[Path], PublishedFiles]
     """Finds the files in a folder."""
     prepare: Callable[[Work], Prepared]
     write: Callable[[Path, int, int, str], list[Path]]

@@ -19,7 +19,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedFiles:
     """The published files that were found."""
 
     name: str
@@ -66,7 +66,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Work:
-    source: Source
+    source: PublishedFiles
     folder: Path
     engine: Engine
     skip_bad: bool
@@ -102,7 +102,7 @@ def no_good_line(file: Path) -> ValueError:
     return ValueError(f"{file}: no good line in it; get the file again")
 
 
-def scan_report(source: Source, number: int, report: Report) -> Report:
+def scan_report(source: PublishedFiles, number: int, report: Report) -> Report:
     """Returns the report of the scan of one file; its share of the whole is its share of the bytes."""
     sizes = [source.stamps[file].num_bytes for file in source.files]
     before, total = sum(sizes[:number]), sum(sizes)

@@ -101,7 +101,7 @@ class Streams:
         with _lock:
             _alive.add(self)
 
-    def of(self, lane: str) -> AbstractContextManager[object]:
+    def on_lane(self, lane: str) -> AbstractContextManager[object]:
         """Returns a context in which this thread enqueues into the lane's stream."""
         return self.stream(lane) if is_accelerator(self.device) else nullcontext()
 

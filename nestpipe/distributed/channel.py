@@ -118,7 +118,7 @@ class Channel:
         moment = mark(device)
 
         def add_up() -> tuple[Tensor, Mark]:
-            with self._streams.of(self.name):
+            with self._streams.on_lane(self.name):
                 wait_for(moment)
                 use_here(*parts)
                 values = torch.cat([part.flatten() for part in parts])
@@ -185,7 +185,7 @@ class Channel:
         moment = mark(device)
 
         def issue() -> Mark:
-            with self._streams.of(self.name):
+            with self._streams.on_lane(self.name):
                 wait_for(moment)
                 use_here(*tensors)
                 self._guarded(collective)

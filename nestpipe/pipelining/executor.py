@@ -205,7 +205,7 @@ class Executor:
                     pass
             if self._is_abandoned:
                 raise AbandonedError(f"{op.stage} of batch {op.batch} was given up")
-            with self._streams.of(op.lane):
+            with self._streams.on_lane(op.lane):
                 for moment in (compute, *(pending.result() for pending in awaited)):
                     wait_for(moment)
                 with self._trace.lane_span(op):

@@ -41,10 +41,10 @@ class Pipeline:
         steps: int | None = None,
         first_step: int = 0,
         trace: Trace | None = None,
-        short_stages: light.LightStages | None = None,
+        light_stages: light.LightStages | None = None,
         **options: Any,
     ) -> None:
-        """short_stages: measurements of an earlier pipeline. options: the fields of PipelineOptions."""
+        """light_stages: measurements of an earlier pipeline. options: the fields of PipelineOptions."""
         self.options = PipelineOptions(**options)
         self.groups = group_features(features)
         seed, num_threads = self.options.seed, self.options.num_threads
@@ -64,14 +64,14 @@ class Pipeline:
         """After the end: batches that were pulled and not trained, for the next pipeline, and errors of reading that no
         step has raised."""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
-        self._make_stages(steps, short_stages or light.LightStages(light.LIGHT_SECONDS))
+        self._make_stages(steps, light_stages or light.LightStages(light.LIGHT_SECONDS))
         self._first_step = self._number = first_step
         self.failed_step: int | None = None
         """On a device: first step that was masked, once the host knows."""
         self._step: Step | None = None
         self._is_stopped = False
 
-    def _make_stages(self, steps: int | None, short_stages: light.LightStages) -> None:
+    def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
         memory = memory_on(world.device, is_staged=world.rows.is_staged)
         exchange = make_exchange(world.route, world.rows, world.gradients, memory)
@@ -88,7 +88,7 @@ class Pipeline:
         shared = {} if memory.has_mirrors else {"upload": "input"}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
         # With a device the compute lane does no other lane's work: the device would wait for its next launch.
-        parts = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else short_stages
+        parts = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else light_stages
         self.executor = Executor(operation_list, self._actions(), self.trace, *parts)
 
     def _actions(self) -> dict[str, Action]:

@@ -131,7 +131,7 @@ class Trainer:
         self._source: BatchSource | None = None
         self.is_partially_updated = False
         """Whether some dense parameters or rows have the update of a step and others do not."""
-        self._short_stages = light.LightStages(light.LIGHT_SECONDS)
+        self._light_stages = light.LightStages(light.LIGHT_SECONDS)
         self._overlaps_reduction = self.options.schedule in WINDOWED
 
     def empty_store(self) -> Store:
@@ -174,7 +174,7 @@ class Trainer:
             steps=steps,
             first_step=self.num_steps,
             trace=self._trace(result),
-            short_stages=self._short_stages,
+            light_stages=self._light_stages,
             **vars(self.options),
         )
         try:

@@ -209,5 +209,5 @@ def test_ranks_end_with_their_parent() -> None:
 
 def test_an_unknown_device() -> None:
     text = train(settings=("runtime.device=gpu",), expected=2)
-    assert "nestpipe: 'gpu' is no device that torch knows" in text
+    assert "nestpipe: 'gpu' is not a device that torch knows" in text
     assert "Traceback" not in text

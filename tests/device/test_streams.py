@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def test_a_device_that_torch_does_not_know() -> None:
-    with pytest.raises(ValueError, match="'gpu' is not a device that torch knows; give cpu, cuda or cuda:1, for example"):
+    with pytest.raises(
+        ValueError, match="'gpu' is not a device that torch knows; give cpu, cuda or cuda:1, for example"
+    ):
         World(device="gpu")
 
 
@@ -33,7 +35,7 @@ def test_a_cpu_has_no_streams() -> None:
     assert moment is None
     wait_for(moment)
     use_here(torch.zeros(2), None)
-    with Streams(CPU).of("rows"):
+    with Streams(CPU).on_lane("rows"):
         assert torch.zeros(2).device == CPU
 
 
