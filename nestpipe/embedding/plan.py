@@ -122,12 +122,12 @@ class Plan:
         return replace(self, groups=[group.map(function) for group in self.groups])
 
 
-def make_plan(route: Route, window: str, rank: int) -> Plan:
-    """Plans the exchanges of a batch among several ranks."""
+def make_plan(route: Route, window: str, rank: int, message_row_bytes: Callable[[TableGroup], int]) -> Plan:
+    """Plans the exchanges of a batch among several ranks. message_row_bytes: size of a row in a message."""
     num_parts = route.batch.num_micro_batches
     pairs = list(zip(route.batch.groups, route.owner_dedups, strict=True))
     groups = [_group_plan(dedup, owner, num_parts, window, rank) for dedup, owner in pairs]
-    row_bytes = [group.group.row_bytes for group in groups]
+    row_bytes = [message_row_bytes(group.group) for group in groups]
     rows_in, lists_a = _lay_out([group.rows_in for group in groups], row_bytes)
     rows_out, lists_b = _lay_out([group.rows_out for group in groups], row_bytes)
     gradients_in, lists_c = _lay_out([group.gradients_in for group in groups], row_bytes)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nestpipe.embedding.cluster import BY_KEYS, Clustering
+from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 
@@ -19,6 +20,8 @@ class PipelineOptions:
     """Method that groups samples into micro-batches."""
     window: str = "once"
     """"once" if a row travels once a batch; "resend" if it travels with every micro-batch that uses it."""
+    codec: Codec = PLAIN
+    """Form of rows and gradients in messages between ranks."""
     seed: int = 0
     """Seed of initial rows and of the model's random numbers."""
     num_threads: int = 1

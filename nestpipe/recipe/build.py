@@ -57,20 +57,14 @@ def build_trainer(config: Config, source: Source, world: World) -> Trainer:
         features,
         dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters),
         world=world,
-        schedule=config.pipeline.schedule,
-        num_micro_batches=config.pipeline.num_micro_batches,
         clustering=Clustering(config.cluster.method, config.cluster.cost, config.train.seed),
-        window=config.exchange.window,
         clip_norm=config.dense_optimizer.clip_norm,
         clip_rows=config.dense_optimizer.clip_rows,
         schedule_lr=_warmup(config.dense_optimizer.warmup_steps),
         check_split=config.pipeline.check_split,
-        stale=config.pipeline.stale,
-        seed=config.train.seed,
-        num_threads=config.store.num_threads,
-        device_budget_bytes=config.memory.device_budget_bytes,
         autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compiled=config.train.compiled,
+        **config.pipeline_options(),
     )
 
 

@@ -1,7 +1,7 @@
 """The keys of a recipe: one small dataclass for each section, and Config, which has all sections."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from nestpipe.data.files.user_histories import CROPS
@@ -34,6 +34,8 @@ class Key:
     choices: tuple[str, ...] = ()
     registry: Registry | None = None
     """A value names an entry of it, or the place of one: "package.module:Class\"."""
+    option: str | None = None
+    """Field of PipelineOptions that the key sets."""
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -68,7 +70,7 @@ class DataSection:
     crop: str = key(
         "last", "published histories: the items to train on, if there are more than max_length", choices=CROPS
     )
-    args: Mapping[str, Any] = args_key("settings of a data set of your own")
+    args: Mapping[str, Any] = args_key("settings of the data, as its class reads them")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class ModelSection:
         "position", "hstu, fuxi: draw negatives for each position, or once for a sample", choices=NEGATIVES_PER
     )
     temperature: float = key(0.05, "hstu, fuxi: divisor of the scores", above=0)
-    args: Mapping[str, Any] = args_key("arguments of a model of your own")
+    args: Mapping[str, Any] = args_key("arguments of the model's class")
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class RowOptimizerSection:
         below=1,
     )
     eps: float | None = key(None, "added to the denominator; not set: the optimizer's default", at_least=0)
-    args: Mapping[str, Any] = args_key("arguments of a row optimizer of your own")
+    args: Mapping[str, Any] = args_key("arguments of the row optimizer's class")
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class DenseOptimizerSection:
 @dataclass(frozen=True)
 class TrainSection:
     steps: int = key(300, "steps to train", at_least=0)
-    seed: int = key(0, "seed of the initial rows and dense parameters", at_least=0)
+    seed: int = key(0, "seed of the initial rows and dense parameters", at_least=0, option="seed")
     batch_size: int = key(2048, "samples in a batch of one rank", at_least=1)
     deterministic: bool = key(True, "use deterministic dense kernels; false permits faster ones")
     precision: str = key("float32", "precision of the dense model, by autocast; rows keep theirs", choices=PRECISIONS)
@@ -181,15 +183,19 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    schedule: str = key("nested", "schedule of the stages; all have the same bits", choices=SCHEDULES)
-    num_micro_batches: int = key(1, "micro-batches of a batch", at_least=1)
+    schedule: str = key(
+        "nested", "schedule of the stages; all have the same bits", choices=SCHEDULES, option="schedule"
+    )
+    num_micro_batches: int = key(1, "micro-batches of a batch", at_least=1, option="num_micro_batches")
     check_split: bool = key(True, "refuse a model whose loss depends on how a batch is split")
-    stale: bool = key(False, "for experiments: train on stale rows, as before the last update")
+    stale: bool = key(False, "for experiments: train on stale rows, as before the last update", option="stale")
 
 
 @dataclass(frozen=True)
 class ExchangeSection:
-    window: str = key("once", "send a row once for a batch, or again for each micro-batch", choices=WINDOWS)
+    window: str = key(
+        "once", "send a row once for a batch, or again for each micro-batch", choices=WINDOWS, option="window"
+    )
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,11 @@ class ClusterSection:
 @dataclass(frozen=True)
 class StoreSection:
     num_threads: int | None = key(
-        None, "threads of the host store; not set: cores // ranks on this host", at_least=1, at_most=MOST_THREADS
+        None,
+        "threads of the host store; not set: cores // ranks on this host",
+        at_least=1,
+        at_most=MOST_THREADS,
+        option="num_threads",
     )
 
 
@@ -234,7 +244,10 @@ class DistributedSection:
 @dataclass(frozen=True)
 class MemorySection:
     device_budget_bytes: int | None = key(
-        None, "device memory for a rank's embeddings; a batch that needs more is refused; not set: no limit", at_least=1
+        None,
+        "device memory for a rank's embeddings; a batch that needs more is refused; not set: no limit",
+        at_least=1,
+        option="device_budget_bytes",
     )
 
 
@@ -308,6 +321,13 @@ class Config:
     def chooses(self) -> bool:
         """Returns whether evaluations during training choose the model that the run ends with, or keeps."""
         return self.evaluate.patience > 0 or self.checkpoint.best is not None
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """Returns the fields of PipelineOptions that keys set; a key names its field where it is declared."""
+        sections = [getattr(self, section.name) for section in fields(self) if section.name != "tables"]
+        declared = [(section, field) for section in sections for field in fields(section)]
+        options = {field.metadata["key"].option: getattr(section, field.name) for section, field in declared}
+        return {name: value for name, value in options.items() if name is not None}
 
     def resolved(self, ranks_on_host: int, cores: int) -> "Config":
         """Returns the config with threads, device and row optimizer filled in, because bits depend on them."""

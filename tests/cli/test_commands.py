@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import nestpipe
 from nestpipe.bench.harness.targets import find_misses, load_targets
 from nestpipe.cli.main import app
+from nestpipe.pipelining.schedule import SCHEDULES
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -68,14 +69,9 @@ def test_bench_overlap_quick(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench_consistency_quick(tmp_path: Path) -> None:
     records = quick_records("consistency", tmp_path)
-    assert [(r["schedule"], r["stale"]) for r in records] == [
-        ("serial", False),
-        ("inter", False),
-        ("intra", False),
-        ("nested", False),
-        ("nested", True),
-    ]
-    assert [r.get("equals_serial") for r in records] == [1, 1, 1, 1, None]
+    fresh = [(schedule, False) for schedule in SCHEDULES]
+    assert [(r["schedule"], r["stale"]) for r in records] == [*fresh, ("nested", True)]
+    assert [r.get("equals_serial") for r in records] == [*(1 for _ in SCHEDULES), None]
     assert len({r["digest"] for r in records}) == 2  # stale rows give another digest
     assert not find_misses(load_targets("consistency"), records)
 

@@ -122,7 +122,11 @@ class Rank:
 
 def planned(world: World, window: str) -> list[Rank]:
     routes = on_threads(world.size, routed, world)
-    return [Rank(r, route, make_plan(route, window, r)) for r, route in enumerate(routes) if route is not None]
+    return [
+        Rank(r, route, make_plan(route, window, r, lambda group: group.row_bytes))
+        for r, route in enumerate(routes)
+        if route is not None
+    ]
 
 
 @dataclass(frozen=True)

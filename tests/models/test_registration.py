@@ -9,12 +9,9 @@ from nestpipe.registry import models
 
 def test_shipped_models() -> None:
     shipped = {entry.name: entry.value for entry in models.entries() if entry.is_shipped}
-    assert shipped == {"dlrm": DLRM, "hstu": HSTU, "fuxi": FuXi}
-    assert {name: model.learns_from for name, model in shipped.items()} == {
-        "dlrm": "clicks",
-        "hstu": "histories",
-        "fuxi": "histories",
-    }
+    assert shipped.items() >= {"dlrm": DLRM, "hstu": HSTU, "fuxi": FuXi}.items()
+    assert (DLRM.learns_from, HSTU.learns_from, FuXi.learns_from) == ("clicks", "histories", "histories")
+    assert all(model.learns_from in ("clicks", "histories") for model in shipped.values())
 
 
 def test_each_has_a_summary_of_one_line() -> None:

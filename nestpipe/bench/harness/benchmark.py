@@ -31,4 +31,10 @@ def find_benchmarks() -> Iterator[Benchmark]:
     """Yields BENCHMARK of every module in nestpipe/bench, by name. For a folder, that of the module `run` in it."""
     for module in pkgutil.iter_modules(nestpipe.bench.__path__, "nestpipe.bench."):
         if module.name != "nestpipe.bench.harness":
-            yield importlib.import_module(f"{module.name}.run" if module.ispkg else module.name).BENCHMARK
+            name = f"{module.name}.run" if module.ispkg else module.name
+            declared = getattr(importlib.import_module(name), "BENCHMARK", None)
+            if declared is None:
+                raise AttributeError(
+                    f"{name} declares no BENCHMARK; put what benchmarks share into nestpipe.bench.harness"
+                )
+            yield declared

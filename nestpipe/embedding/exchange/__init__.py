@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nestpipe.distributed import Channel
 from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Plan
@@ -64,14 +65,16 @@ class Exchange(Protocol):
         """Opens the exchanges of a batch whose rows are resident."""
 
 
-def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Memory) -> Exchange:
+def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Memory, codec: Codec = PLAIN) -> Exchange:
     """Returns the exchange of a world: local for one rank, distributed for several."""
     from nestpipe.embedding.exchange.distributed import DistributedExchange
     from nestpipe.embedding.exchange.local import LocalExchange
 
-    return LocalExchange(memory) if route.size == 1 else DistributedExchange(route, rows, gradients, memory)
+    if route.size == 1:
+        return LocalExchange(memory)
+    return DistributedExchange(route, rows, gradients, memory, codec)
 
 
-def sum_limit(dtype: torch.dtype, world_size: int) -> float:
+def sum_limit(dtype: torch.dtype, world_size: int, codec: Codec = PLAIN) -> float:
     """Returns the largest magnitude of a requester's sum that leaves the sum over all ranks finite."""
-    return torch.finfo(dtype).max / (2 * world_size)
+    return codec.largest(dtype) / (2 * world_size)

@@ -15,9 +15,10 @@ from nestpipe.device.streams import Mark, use_here
 from nestpipe.distributed import Channel
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import sum_limit
+from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import GroupPlan, MessageSizes, Plan, make_plan
+from nestpipe.embedding.plan import MessageSizes, Plan, make_plan
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 
@@ -25,18 +26,19 @@ from nestpipe.embedding.route import Route, route_keys
 class DistributedExchange:
     """See Exchange."""
 
-    def __init__(self, route: Channel, rows: Channel, gradients: Channel, memory: Memory) -> None:
+    def __init__(self, route: Channel, rows: Channel, gradients: Channel, memory: Memory, codec: Codec = PLAIN) -> None:
         self.size = route.size
         self._route = route
         self._rows = rows
         self._gradients = gradients
         self._memory = memory
+        self._codec = codec
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
         return route_keys(batch, features, self._route)
 
     def plan(self, route: Route, window: str) -> Plan | None:
-        return make_plan(route, window, self._route.rank)
+        return make_plan(route, window, self._route.rank, self._codec.row_bytes)
 
     def agree(self, error: Exception | None) -> None:
         channel = self._route
@@ -46,7 +48,7 @@ class DistributedExchange:
 
     def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows]) -> "DistributedBatch":
         assert plan is not None
-        return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory)
+        return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory, self._codec)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class DistributedBatch:
         rows: Channel,
         gradients: Channel,
         memory: Memory,
+        codec: Codec,
     ) -> None:
         self.row_bytes = self.gradient_bytes = 0
         self.exceeds = memory.new_flag()
@@ -77,9 +80,11 @@ class DistributedBatch:
         self._rows_channel = rows
         self._gradients_channel = gradients
         self._memory = memory
+        self._codec = codec
         self._num_micro_batches = batch.num_micro_batches
-        pairs = zip(batch.groups, plan.groups, strict=True)
-        self._requesters = [_Requester(dedup, lists, plan.window, memory, rows.size) for dedup, lists in pairs]
+        limits = [sum_limit(dedup.group.dtype, rows.size, codec) for dedup in batch.groups]
+        pairs = zip(batch.groups, limits, strict=True)
+        self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
         self._outgoing: dict[int, Outgoing] = {}
@@ -102,7 +107,7 @@ class DistributedBatch:
         with self._exchanged(self._rows_channel, outgoing, *sizes, micro_batch, meanwhile) as received:
             for lists, requester, target in zip(self._plan.groups, self._requesters, targets, strict=True):
                 in_message, places = lists.rows_in.in_message(micro_batch), lists.rows_in.others(micro_batch)
-                self._memory.read_message(received, in_message, target, places)
+                self._codec.read(self._memory, received, in_message, target, places)
                 requester.gather(micro_batch)
 
     def _write_rows(self, micro_batch: int) -> Outgoing:
@@ -110,7 +115,7 @@ class DistributedBatch:
         message = self._memory.empty_message(self._plan.rows_out.num_bytes[micro_batch])
         for lists, resident in zip(self._plan.groups, self._resident, strict=True):
             slots, in_message = lists.rows_out.others(micro_batch), lists.rows_out.in_message(micro_batch)
-            self._memory.write_message(resident.frozen_rows, slots, message, in_message)
+            self._codec.write(self._memory, resident.frozen_rows, slots, message, in_message)
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[Tensor]:
@@ -129,7 +134,7 @@ class DistributedBatch:
                 collected = requester.collect(micro_batch, gradient, self.exceeds)
                 returned = lists.gradients_out
                 places, in_message = returned.others(micro_batch), returned.in_message(micro_batch)
-                self._memory.write_message(collected, places, message, in_message)
+                self._codec.write(self._memory, collected, places, message, in_message)
                 sources[g] = collected
         outgoing = Outgoing(message, self._memory.sealed(message))
 
@@ -159,10 +164,10 @@ class DistributedBatch:
         lists = self._plan.groups[g]
         in_message, entries = lists.gradients_in.in_message(micro_batch), lists.gradients_in.others(micro_batch)
         if self._plan.window == "once":
-            self._memory.read_message(received, in_message, self._entries_of(g), entries)
+            self._codec.read(self._memory, received, in_message, self._entries_of(g), entries)
         else:
             rows = self._memory.empty_rows(len(entries), lists.group.dim, lists.group.dtype)
-            self._memory.read_message(received, in_message, rows, None)
+            self._codec.read(self._memory, received, in_message, rows, None)
             self._add_to_entries(g, entries, rows)
 
     def _entries_of(self, g: int) -> Tensor:
@@ -208,12 +213,12 @@ class DistributedBatch:
 class _Requester:
     """One group on the requester: received rows and summed gradients."""
 
-    def __init__(self, dedup: RequesterDedup, lists: GroupPlan, window: str, memory: Memory, world_size: int) -> None:
+    def __init__(self, dedup: RequesterDedup, window: str, memory: Memory, limit: float) -> None:
         self._dedup = dedup
         self._resends = window == "resend"
         self._memory = memory
         self._is_split = len(dedup.row_offsets) > 2
-        self._limit = sum_limit(lists.group.dtype, world_size)
+        self._limit = limit
         self._rows: dict[int, Tensor] = {}
         """Rows by micro-batch, until its dense part begins."""
         self._kept: Tensor | None = None
