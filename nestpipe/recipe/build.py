@@ -197,7 +197,8 @@ def _row_optimizer(config: Config, kind: str | None, lr: float | None) -> RowOpt
     name = kind or section.kind
     assert name is not None
     known = {key: value for key, value in asdict(section).items() if value is not None} | {"lr": lr or section.lr}
-    optimizer = _call("row_optimizer", name, optimizers.find(name).value, known, section.args)
+    args = section.args if name == section.kind else {}  # not for a table with an optimizer of its own
+    optimizer = _call("row_optimizer", name, optimizers.find(name).value, known, args)
     if not isinstance(optimizer, RowOptimizer):
         raise ConfigError(f"row_optimizer.kind = {name!r} gives a {type(optimizer).__name__}, must be a RowOptimizer")
     return optimizer
