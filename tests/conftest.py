@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from nestpipe.pipelining import light
+from tests import ranks
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 light.LIGHT_SECONDS = 0.0
 
 TIMED = ("errors", "distributed")
 """Folders whose tests give other processes seconds to answer."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    ranks.limit_seconds = 170.0 if item.get_closest_marker("slow") else 50.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,13 +25,17 @@ class RankFailedError(AssertionError):
     """A rank raised an error. The text is its traceback."""
 
 
+limit_seconds = 50.0
+"""Time in which ranks must give a result. conftest.py sets it for each test: slow ones have more."""
+
+
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 50, device: str = "cpu"
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float | None = None, device: str = "cpu"
 ) -> list[Any]:
     """Returns function(world, *arguments) of each rank. The function must be at module level."""
     ranks, results = _start(size, function, arguments, device)
     try:
-        pickled = dict(results.get(timeout=timeout) for _ in ranks)
+        pickled = dict(results.get(timeout=timeout or limit_seconds) for _ in ranks)
     finally:
         for rank in ranks:
             rank.join(timeout=5)
@@ -44,12 +48,12 @@ def run_ranks(
 
 
 def run_fragile_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, num_results: int, timeout: float = 50
+    size: int, function: Callable[..., Any], *arguments: Any, num_results: int, timeout: float | None = None
 ) -> dict[int, Any]:
     """Returns the results, or tracebacks, of the first num_results ranks that give one. The others may die."""
     ranks, results = _start(size, function, arguments)
     try:
-        pickled = dict(results.get(timeout=timeout) for _ in range(num_results))
+        pickled = dict(results.get(timeout=timeout or limit_seconds) for _ in range(num_results))
     finally:
         for rank in ranks:
             rank.kill()
