@@ -32,7 +32,7 @@ def test_an_old_name_gives_the_new_one(name: str) -> None:
 
 
 def test_old_names_of_optim() -> None:
-    with pytest.raises(AttributeError, match="nestpipe.optim.RowWiseAdagrad since version 0.2"):
+    with pytest.raises(AttributeError, match=r"nestpipe.optim.RowWiseAdagrad since version 0.2"):
         _ = nestpipe.optim.RowwiseAdagrad
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = nestpipe.optim.nothing
