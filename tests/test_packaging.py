@@ -123,5 +123,6 @@ def test_wheel_trains_in_a_clean_environment(tmp_path: Path, clean_venv: Path) -
     assert "triton" not in installed
     trained = run([nestpipe, "train", "--set", "train.steps=5", "--set", "evaluate.num_samples=0"], work, **bin_only)
     assert re.search(r"^digest [0-9a-f]{64}$", trained, re.MULTILINE), trained
+    assert "dlrm" in run([nestpipe, "list", "models"], work, **bin_only)
     refused = run([nestpipe, "bench", "learning", "--quick", "--json", "result.json"], work, exit_code=2, **bin_only)
     assert "Traceback" not in refused
