@@ -84,7 +84,7 @@ def train_every_way(world: World) -> dict[object, tuple[str, float, str]]:
     return outcomes
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_bits_in_every_schedule(size: int) -> None:
     for outcomes in run_ranks(size, train_every_way):
         plain, too_large, large = (outcomes.pop(name) for name in ("plain", "too large", "large, plain"))

@@ -27,8 +27,7 @@ def new_dict_store(num_threads: int) -> Store:
     return DictStore()
 
 
-@pytest.mark.parametrize("schedule", ["serial", "nested"])
-@pytest.mark.parametrize("new_store", [CountingStore, new_dict_store])
+@pytest.mark.parametrize(("new_store", "schedule"), [(CountingStore, "nested"), (new_dict_store, "serial")])
 def test_same_digest(new_store, schedule: str, tmp_path: Path) -> None:
     usual, own = (make_trainer(World(), schedule=schedule, **o) for o in ({}, {"new_store": new_store}))
     for trainer in (usual, own):
