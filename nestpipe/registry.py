@@ -101,9 +101,10 @@ class Registry:
     def _load(self, point: EntryPoint) -> Any:
         try:
             return point.load()
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # a module of the user's may raise anything
+            text = f"{type(error).__name__}: {error}"
             raise RegistryError(
-                f"the {self.kind} {point.name!r} cannot be imported from {point.value}: {error}"
+                f"the {self.kind} {point.name!r} cannot be imported from {point.value}: {text}"
             ) from error
 
     @property

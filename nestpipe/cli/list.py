@@ -25,9 +25,17 @@ def list_entries(
     """
     listed: registry.Registry = getattr(registry, kind.value)
     try:
-        entries = list(listed.entries())
+        names = listed.names()
     except registry.RegistryError as error:
         raise failed(error, 2) from None
-    width = max(len(entry.name) for entry in entries)
-    for entry in entries:
-        typer.echo(f"{entry.name:{width}}  {entry.summary}")
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:{width}}  {_summary(listed, name)}")
+
+
+def _summary(listed: registry.Registry, name: str) -> str:
+    """Returns the line of an entry. A package that cannot be imported must not hide the others."""
+    try:
+        return listed.find(name).summary
+    except registry.RegistryError as error:
+        return " ".join(str(error).split())

@@ -263,5 +263,5 @@ def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:
         return batch.clone() if isinstance(batch, Batch) else batch
     except StopIteration:
         raise
-    except Exception as error:  # of the reader: raised in its turn
+    except Exception as error:  # the reader's error, raised in its turn
         return error

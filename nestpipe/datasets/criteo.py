@@ -28,7 +28,7 @@ FIELDS = (
 HELD_OUT_SHARE = 7
 """The last 1 / HELD_OUT_SHARE of the Kaggle file is held out; of the Terabyte files it is the last day."""
 
-# Of generated clicks:
+# Sizes of generated clicks:
 NUM_VALUES = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),

@@ -22,7 +22,7 @@ READ = ("user_id", "video_id", "time_ms")
 FOLDERS = {"27k": "KuaiRand-27K", "1k": "KuaiRand-1K", "pure": "KuaiRand-Pure"}
 LEAST_PER_VIDEO, LEAST_PER_USER = 350, 20
 
-# Of generated logs:
+# Sizes of generated logs:
 ROWS_A_USER, ROWS_A_VIDEO = 200, 10
 """Means, unless the variant has fewer users or videos."""
 USER_SKEW, VIDEO_SKEW = 0.7, 1.05

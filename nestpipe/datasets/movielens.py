@@ -22,7 +22,7 @@ RATINGS = {"1m": "ratings.dat", "20m": "ratings.csv"}
 HEADER = ("userId", "movieId", "rating", "timestamp")
 READ = ("userId", "movieId", "timestamp")
 
-# Of generated ratings:
+# Sizes of generated ratings:
 USERS_A_BLOCK = 1024
 LEAST_RATINGS = 20
 MEDIAN_MORE_RATINGS = 50.0

@@ -118,7 +118,7 @@ def test_a_recipe_of_ones_own_reads_back() -> None:
     [
         (("model.kind=tiny-rankr",), "there is no model 'tiny-rankr'; there are dlrm, .*did you mean tiny-ranker"),
         (("model.kind=tiny_ranker:Nothing",), "the model 'tiny_ranker:Nothing' cannot be imported from .*Nothing"),
-        (("model.kind=no_such_module:Model",), "cannot be imported from no_such_module:Model: No module named"),
+        (("model.kind=no_such_module:Model",), "cannot be imported from no_such_module:Model: ModuleNotFoundError"),
         (("model.kind=tiny_ranker:SignSGD", "model.args={lr = 0.1}"), "gives a SignSGD, must be a torch.nn.Module"),
         (
             ("model.args.hiden=3",),
@@ -134,6 +134,25 @@ def test_a_recipe_of_ones_own_reads_back() -> None:
 def test_mistakes(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(load_config(None, [*SMALL, *NAMED, *settings]).resolved(1, 1), World())
+
+
+def test_a_broken_package_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Registry._load lets an error of the module through."""
+    (tmp_path / "broken_models.py").write_text("raise RuntimeError('no such device')\n")
+    folder = tmp_path / "broken-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[nestpipe.models]\nbroken = broken_models:Model\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    invalidate_caches()
+    result = CliRunner().invoke(app, ["list", "models"])
+    assert result.exit_code == 0
+    assert "dlrm " in result.output
+    assert (
+        "broken  the model 'broken' cannot be imported from broken_models:Model: RuntimeError: no such" in result.output
+    )
+    with pytest.raises(ConfigError, match=r"model.kind of --set: the model 'broken' cannot be imported"):
+        load_config(None, ["model.kind=broken"])
 
 
 def test_two_entries_of_one_name() -> None:
