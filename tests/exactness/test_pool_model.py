@@ -13,7 +13,7 @@ from tests.exactness.pool_model import SWITCHES
 from tests.exactness.pool_model_run import Run
 from tests.exactness.pool_model_time import RuleError
 
-NUM_RUNS = 1500
+NUM_RUNS = 2000
 MOST_RUNS = 400
 """Runs among which one has to show that a rule is broken."""
 EVENTS = {
