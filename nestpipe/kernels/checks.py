@@ -42,6 +42,14 @@ def check_numbers(name: str, numbers: Tensor | None, size: int) -> None:
         )
 
 
+def check_slots(slots: Tensor | None, rows: Tensor, gradient: Tensor) -> None:
+    """Checks that there is one gradient for each slot of `rows`, or without slots for each row."""
+    check_shape("gradient", gradient, len(rows) if slots is None else len(gradient), rows.shape[1])
+    check_numbers("slots", slots, len(gradient))
+    if len(gradient) > len(rows):
+        raise ValueError(f"slots are distinct, so {len(gradient)} of them cannot lie in {len(rows)} rows")
+
+
 def check_reachable(arrays: Mapping[str, Tensor | None]) -> None:
     """Checks that host memory is pinned if it is used together with device memory, so that the device can read it."""
     given = {name: array for name, array in arrays.items() if array is not None}

@@ -47,7 +47,8 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
     attributes = {(i,): [["tt.divisibility", 16]] for i, is_aligned in enumerate(aligned) if is_aligned}
     source = ASTSource(kernel, signature, constexprs, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    codes[f"{kernel.__name__} {signature[names[0]]}"] = compiled.asm["ptx"]
+    with_slots = "with slots " if isinstance(values.get("slots"), Tensor) else ""
+    codes[f"{kernel.__name__} {with_slots}{signature[names[0]]}"] = compiled.asm["ptx"]
 
 
 JITFunction.run = compile_only
@@ -56,13 +57,15 @@ for dtype in (torch.float32, torch.float64):
     records, gradient = torch.zeros(8, 400, dtype=dtype), torch.zeros(8, 100, dtype=dtype)
     rows, state, both = records[:, :100], records[:, 100:200], records[:, 100:300]
     triton_segments.sum_runs(gradient, places, gradient[0], places, (places, places), rows, places, 8, 128)
-    triton_updates.adam(rows, both, gradient, mask, 0.9, 0.99, 0.1, 1e-8)
-    triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, mask, 0.1, 1e-8)
+    triton_updates.adam(rows, both, gradient, None, mask, 0.9, 0.99, 0.1, 1e-8)
+    triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, None, mask, 0.1, 1e-8)
     if dtype == torch.float32:
         triton_copy.copy_rows(rows, places, gradient, places, 8)
         triton_copy.add_rows(rows, places, gradient, places > 3, 1e38, places.int()[:1])
-        triton_updates.sgd(rows, gradient, mask, 0.1)
-        triton_updates.adagrad(rows, state, gradient, mask, 0.1, 1e-8)
+        triton_updates.sgd(rows, gradient, None, mask, 0.1)
+        triton_updates.adagrad(rows, state, gradient, None, mask, 0.1, 1e-8)
+        triton_updates.adagrad(rows, state, gradient, places, mask, 0.1, 1e-8)
+        triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, places, mask, 0.1, 1e-8)
 tiles = Tiles([2], torch.zeros(1, 4, dtype=torch.int64), places, 64)
 for dtype in (torch.float32, torch.bfloat16):
     values = torch.zeros(2, 100, dtype=dtype), *(torch.zeros(n, 100) for n in (2, 1, 132))

@@ -79,26 +79,40 @@ def _entries(
     return torch.where(places == len(padded) - 1, 0.0, weight)[:, None] * padded[places]
 
 
-def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> None:
-    _assign(rows, rows - _rounded(lr, rows) * gradient, is_masked)
+def sgd(rows: Tensor, gradient: Tensor, slots: Tensor | None, is_masked: Tensor | None, lr: float) -> None:
+    _assign(rows, slots, _at(rows, slots) - _rounded(lr, rows) * gradient, is_masked)
 
 
-def adagrad(rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float) -> None:
-    sums = state + gradient * gradient
+def adagrad(
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    slots: Tensor | None,
+    is_masked: Tensor | None,
+    lr: float,
+    eps: float,
+) -> None:
+    sums = _at(state, slots) + gradient * gradient
     change = _rounded(lr, rows) * gradient / _divisor(sums, eps)
-    _assign(rows, rows - change, is_masked)
-    _assign(state, sums, is_masked)
+    _assign(rows, slots, _at(rows, slots) - change, is_masked)
+    _assign(state, slots, sums, is_masked)
 
 
 def rowwise_adagrad(
-    rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    slots: Tensor | None,
+    is_masked: Tensor | None,
+    lr: float,
+    eps: float,
 ) -> None:
     squares = sum_of_squares(gradient)
     # If the divisor were a number, torch would multiply by its inverse on some devices.
-    sums = state + squares / torch.full_like(squares, rows.shape[1])
+    sums = _at(state, slots) + squares / torch.full_like(squares, rows.shape[1])
     change = _rounded(lr, rows) * gradient / _divisor(sums, eps)
-    _assign(rows, rows - change, is_masked)
-    _assign(state, sums, is_masked)
+    _assign(rows, slots, _at(rows, slots) - change, is_masked)
+    _assign(state, slots, sums, is_masked)
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
@@ -117,6 +131,7 @@ def adam(
     rows: Tensor,
     state: Tensor,
     gradient: Tensor,
+    slots: Tensor | None,
     is_masked: Tensor | None,
     beta1: float,
     beta2: float,
@@ -126,12 +141,12 @@ def adam(
     first, second = state.split(rows.shape[1], dim=1)
     # 1 - beta would lose digits in float32.
     add1, add2 = _rounded(1 - beta1, rows), _rounded(1 - beta2, rows)
-    new_first = _rounded(beta1, rows) * first + add1 * gradient
-    new_second = _rounded(beta2, rows) * second + add2 * (gradient * gradient)
+    new_first = _rounded(beta1, rows) * _at(first, slots) + add1 * gradient
+    new_second = _rounded(beta2, rows) * _at(second, slots) + add2 * (gradient * gradient)
     change = _rounded(step_size, rows) * new_first / _divisor(new_second, eps)
-    _assign(rows, rows - change, is_masked)
-    _assign(first, new_first, is_masked)
-    _assign(second, new_second, is_masked)
+    _assign(rows, slots, _at(rows, slots) - change, is_masked)
+    _assign(first, slots, new_first, is_masked)
+    _assign(second, slots, new_second, is_masked)
 
 
 def _divisor(sums: Tensor, eps: float) -> Tensor:
@@ -145,5 +160,15 @@ def _rounded(number: float, array: Tensor) -> float:
     return torch.tensor(number, dtype=array.dtype).item()
 
 
-def _assign(array: Tensor, values: Tensor, is_masked: Tensor | None) -> None:
-    array.copy_(values if is_masked is None else torch.where(is_masked.bool(), array, values))
+def _at(array: Tensor, slots: Tensor | None) -> Tensor:
+    """Returns the rows in these slots, or all rows without slots."""
+    return array if slots is None else array.index_select(0, slots)
+
+
+def _assign(array: Tensor, slots: Tensor | None, values: Tensor, is_masked: Tensor | None) -> None:
+    if is_masked is not None:
+        values = torch.where(is_masked.bool(), _at(array, slots), values)
+    if slots is None:
+        array.copy_(values)
+    else:
+        array.index_copy_(0, slots, values)

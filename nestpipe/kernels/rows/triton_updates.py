@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestpipe.kernels.rows.reference import LANES
+from nestpipe.kernels.rows.triton_copy import places_of
 from nestpipe.kernels.triton_tiles import RowTiles, elements, launch, tile_of, vector
 
 _SIZE = 2048
@@ -49,39 +50,42 @@ def if_applied(inside, is_masked):
 
 @triton.jit
 def load_gradient(
-    rows, gradient, is_masked, num_rows, row_stride, gradient_stride,
+    rows, gradient, slots, is_masked, num_rows, row_stride, gradient_stride,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for this program's tile, row numbers, columns, elements to update, pointers to rows, and gradients."""
+    """Returns, for this program's tile, slots, columns, elements to update, pointers to rows, and gradients."""
     numbers, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = if_applied(inside, is_masked)
-    at = elements(rows, numbers, row_stride, columns, VECTOR)
+    tile_slots = places_of(numbers, slots, num_rows)
+    at = elements(rows, tile_slots, row_stride, columns, VECTOR)
     g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside)
-    return numbers, columns, inside, at, g
+    return tile_slots, columns, inside, at, g
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sgd_kernel(
-    rows, gradient, is_masked, num_rows, row_stride, gradient_stride,
+    rows, gradient, slots, is_masked, num_rows, row_stride, gradient_stride,
     lr: tl.float64,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     _, _, inside, at, g = load_gradient(
-        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
-    )
+        rows, gradient, slots, is_masked, num_rows, row_stride, gradient_stride,
+        VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip
     tl.store(at, tl.load(at, mask=inside) - rounded(lr, rows) * g, mask=inside)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def adagrad_kernel(
-    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    rows, state, gradient, slots, is_masked, num_rows, row_stride, state_stride, gradient_stride,
     lr: tl.float64, eps: tl.float64,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    numbers, columns, inside, at, g = load_gradient(
-        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
-    )
-    state_at = elements(state, numbers, state_stride, columns, VECTOR)
+    tile_slots, columns, inside, at, g = load_gradient(
+        rows, gradient, slots, is_masked, num_rows, row_stride, gradient_stride,
+        VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip
+    state_at = elements(state, tile_slots, state_stride, columns, VECTOR)
     sums = tl.load(state_at, mask=inside) + g * g
     change = divide(rounded(lr, rows) * g, divisor(sums, rounded(eps, rows)))
     tl.store(at, tl.load(at, mask=inside) - change, mask=inside)
@@ -90,14 +94,15 @@ def adagrad_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def adam_kernel(
-    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    rows, state, gradient, slots, is_masked, num_rows, row_stride, state_stride, gradient_stride,
     beta1: tl.float64, beta2: tl.float64, step_size: tl.float64, eps: tl.float64,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    numbers, columns, inside, at, g = load_gradient(
-        rows, gradient, is_masked, num_rows, row_stride, gradient_stride, VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS
-    )
-    first_at = elements(state, numbers, state_stride, columns, VECTOR)
+    tile_slots, columns, inside, at, g = load_gradient(
+        rows, gradient, slots, is_masked, num_rows, row_stride, gradient_stride,
+        VECTOR, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS,
+    )  # fmt: skip
+    first_at = elements(state, tile_slots, state_stride, columns, VECTOR)
     second_at = first_at + WIDTH
     # 1 - beta would lose digits in float32.
     add1, add2 = rounded(1.0 - beta1, rows), rounded(1.0 - beta2, rows)
@@ -120,13 +125,14 @@ def sum_of_neighbours(x, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def rowwise_adagrad_kernel(
-    rows, state, gradient, is_masked, num_rows, row_stride, state_stride, gradient_stride,
+    rows, state, gradient, slots, is_masked, num_rows, row_stride, state_stride, gradient_stride,
     lr: tl.float64, eps: tl.float64,
     VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     numbers = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = if_applied(numbers < num_rows, is_masked)[:, None]
+    tile_slots = places_of(numbers, slots, num_rows)
     squares = tl.full((BLOCK_ROWS, BLOCK_COLUMNS), 0.0, rows.dtype.element_ty)
     g = squares
     for start in range(0, WIDTH, BLOCK_COLUMNS):
@@ -135,7 +141,7 @@ def rowwise_adagrad_kernel(
         g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside, other=0.0)
         squares = squares + g * g
     mean = divide(sum_of_neighbours(squares, BLOCK_ROWS, BLOCK_COLUMNS, LEVELS), rounded(WIDTH, rows))
-    state_at = state + numbers[:, None] * state_stride
+    state_at = state + tile_slots[:, None] * state_stride
     sums = tl.load(state_at, mask=exists) + mean
     # Several threads hold the same element of state: all must have read it before one writes it.
     tl.debug_barrier()
@@ -144,49 +150,67 @@ def rowwise_adagrad_kernel(
     for start in range(0, WIDTH, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = exists & (columns < WIDTH)[None, :]
-        at = elements(rows, numbers, row_stride, columns, VECTOR)
+        at = elements(rows, tile_slots, row_stride, columns, VECTOR)
         if WIDTH > BLOCK_COLUMNS:  # otherwise the whole row is loaded already
             g = tl.load(elements(gradient, numbers, gradient_stride, columns, VECTOR), mask=inside, other=0.0)
         tl.store(at, tl.load(at, mask=inside) - divide(rounded(lr, rows) * g, scale), mask=inside)
 
 
-def sgd(rows: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float) -> None:
-    _launch_by_element(sgd_kernel, (rows, gradient), is_masked, lr)
+def sgd(rows: Tensor, gradient: Tensor, slots: Tensor | None, is_masked: Tensor | None, lr: float) -> None:
+    _launch_by_element(sgd_kernel, (rows, gradient), slots, is_masked, lr)
 
 
-def adagrad(rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float) -> None:
-    _launch_by_element(adagrad_kernel, (rows, state, gradient), is_masked, lr, eps)
+def adagrad(
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    slots: Tensor | None,
+    is_masked: Tensor | None,
+    lr: float,
+    eps: float,
+) -> None:
+    _launch_by_element(adagrad_kernel, (rows, state, gradient), slots, is_masked, lr, eps)
 
 
 def adam(
     rows: Tensor,
     state: Tensor,
     gradient: Tensor,
+    slots: Tensor | None,
     is_masked: Tensor | None,
     beta1: float,
     beta2: float,
     step_size: float,
     eps: float,
 ) -> None:
-    _launch_by_element(adam_kernel, (rows, state, gradient), is_masked, beta1, beta2, step_size, eps)
+    _launch_by_element(adam_kernel, (rows, state, gradient), slots, is_masked, beta1, beta2, step_size, eps)
 
 
-def _launch_by_element(kernel: Any, arrays: tuple[Tensor, ...], is_masked: Tensor | None, *numbers: float) -> None:
-    """Launches a kernel that updates each element of rows, the first of the arrays, on its own."""
-    num_rows, width = arrays[0].shape
+def _launch_by_element(
+    kernel: Any, arrays: tuple[Tensor, ...], slots: Tensor | None, is_masked: Tensor | None, *numbers: float
+) -> None:
+    """Launches a kernel that updates each element of rows on its own. The last of the arrays is the gradient."""
+    num_rows, width = arrays[-1].shape
     tiles, wide = RowTiles(num_rows, width, _SIZE), vector(width, *arrays)
     strides = [array.stride(0) // wide for array in arrays]
     constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
-    launch(kernel, len(tiles), *arrays, is_masked, num_rows, *strides, *numbers, **constants)
+    launch(kernel, len(tiles), *arrays, slots, is_masked, num_rows, *strides, *numbers, **constants)
 
 
 def rowwise_adagrad(
-    rows: Tensor, state: Tensor, gradient: Tensor, is_masked: Tensor | None, lr: float, eps: float
+    rows: Tensor,
+    state: Tensor,
+    gradient: Tensor,
+    slots: Tensor | None,
+    is_masked: Tensor | None,
+    lr: float,
+    eps: float,
 ) -> None:
-    tiles = RowTiles(len(rows), rows.shape[1], _SIZE, most_columns=LANES)
-    wide = vector(rows.shape[1], rows, gradient)
+    num_rows, width = gradient.shape
+    tiles = RowTiles(num_rows, width, _SIZE, most_columns=LANES)
+    wide = vector(width, rows, gradient)
     strides = rows.stride(0) // wide, state.stride(0), gradient.stride(0) // wide
     constants = {"VECTOR": wide, **tiles.constants, "LEVELS": tiles.columns.bit_length() - 1, "num_warps": _NUM_WARPS}
-    num_programs = -(-len(rows) // tiles.rows)
-    arrays = rows, state, gradient, is_masked
-    launch(rowwise_adagrad_kernel, num_programs, *arrays, len(rows), *strides, lr, eps, **constants)
+    num_programs = -(-num_rows // tiles.rows)
+    arrays = rows, state, gradient, slots, is_masked
+    launch(rowwise_adagrad_kernel, num_programs, *arrays, num_rows, *strides, lr, eps, **constants)

@@ -63,9 +63,9 @@ def drawn(name: str, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Tenso
     return torch.rand(num_rows, dim + STATE_WIDTH[name](dim), dtype=dtype), torch.randn(num_rows, dim, dtype=dtype)
 
 
-def update(name: str, records: Tensor, g: Tensor, is_masked: Tensor | None = None) -> None:
+def update(name: str, records: Tensor, g: Tensor, is_masked: Tensor | None = None, slots: Tensor | None = None) -> None:
     dim = g.shape[1]
-    getattr(updates, name)(records[:, :dim], records[:, dim:], g, *NUMBERS[name], is_masked=is_masked)
+    getattr(updates, name)(records[:, :dim], records[:, dim:], g, *NUMBERS[name], is_masked=is_masked, slots=slots)
 
 
 def close(results: Tensor, expected: Tensor) -> None:
@@ -104,6 +104,39 @@ def test_each_alone_and_again(name: str, device: torch.device) -> None:
     unaligned.copy_(records[some])
     update(name, unaligned, g[some].to(device))
     assert same_bits(unaligned, together[0][some.to(device)])
+
+
+@dims_and_dtypes(3, 130)
+@pytest.mark.parametrize("name", STATE_WIDTH)
+def test_slots(name: str, dim: int, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
+    """Slots in any order get the bits of an update of dense arrays; a masked step and other slots change nothing.
+
+    Fails if load_gradient reads the gradient of tile_slots, if rowwise_adagrad_kernel has the state of numbers, or if
+    _assign of the reference writes to the first rows.
+    """
+    records, g = (array.to(device) for array in drawn(name, 40, dim, dtype))
+    slots, g = torch.randperm(40)[:21].to(device), g[:21]
+    masked = torch.tensor(True, device=device)
+    for with_triton in (True, False):
+        if not with_triton:
+            monkeypatch.setattr("nestpipe.kernels.rows.updates.runs_triton", lambda *arrays: False)
+        dense, in_slots = records[slots], records.clone()
+        update(name, dense, g)
+        update(name, in_slots, g / 0, masked, slots)
+        update(name, in_slots, g, ~masked, slots)
+        assert same_bits(in_slots, records.index_copy(0, slots, dense))
+
+
+@pytest.mark.parametrize("name", STATE_WIDTH)
+def test_slots_in_more_than_2_to_the_31_elements(name: str, accelerator: torch.device) -> None:
+    """Fails if places_of returns int32. It needs an accelerator: the interpreter would touch all of the memory."""
+    records, g = (array.to(accelerator) for array in drawn(name, 100, 16, torch.float32))
+    large = torch.empty(2**31 // records.shape[1] + 100, records.shape[1], device=accelerator)
+    slots = len(large) - 100 + torch.randperm(100).to(accelerator)
+    large[slots] = records
+    update(name, records, g)
+    update(name, large, g, slots=slots)
+    assert same_bits(large[slots], records)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
@@ -159,8 +192,11 @@ def test_same_bits_as_the_native_library(name: str, dtype: torch.dtype, device: 
 
 @pytest.mark.parametrize("name", STATE_WIDTH)
 def test_no_rows(name: str, device: torch.device) -> None:
-    records, g = drawn(name, 0, 5, torch.float32)
-    update(name, records.to(device), g.to(device))
+    records, g = (array.to(device) for array in drawn(name, 3, 5, torch.float32))
+    update(name, records[:0], g[:0])
+    before = records.clone()
+    update(name, records, g[:0], slots=torch.empty(0, dtype=torch.int64, device=device))
+    assert same_bits(records, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,11 +221,16 @@ def test_close_to_the_row_optimizers(dtype: torch.dtype, device: torch.device) -
 
 def test_refusals(device: torch.device) -> None:
     rows, state = torch.zeros(3, 4, device=device), torch.zeros(3, 4, device=device)
+    slots = torch.tensor([2, 0], device=device)
     for arguments, message in (
         ((rows, state[:, :2], rows.clone(), LR, EPS), r"state has shape \[3, 2\]"),
         ((rows, state, rows.double(), LR, EPS), "float32"),
         ((rows, state, rows[:2], LR, EPS), "gradient"),
         ((rows, state, rows.clone(), LR, EPS, torch.zeros(3, device=device)), "is_masked"),
+        ((rows, state, rows[:2], LR, EPS, None, slots.int()), "slots is torch.int32"),
+        ((rows, state, rows[:1], LR, EPS, None, slots), r"slots is torch.int64 of shape \[2\]"),
+        ((rows, state, rows[:2, :3], LR, EPS, None, slots), "gradient"),
+        ((rows[:1], state[:1], rows[:2], LR, EPS, None, slots), "slots are distinct"),
     ):
         with pytest.raises(ValueError, match=message):
             updates.adagrad(*arguments)
