@@ -99,12 +99,15 @@ typedef struct nestpipe_occurrences {
     int32_t dtype; /* nestpipe_dtype */
 } nestpipe_occurrences;
 
-/* Arguments of a row optimizer: rows, state and gradient, each with its stride. */
+/* Arguments of a row optimizer: rows, state and gradient, each with its stride. Slots without a gradient do not
+ * change. If one of `slots` is not in 0 .. num_slots - 1, nothing does. */
 typedef struct nestpipe_row_update {
-    void* rows;           /* [num_rows, dim], a row every row_stride elements */
-    void* state;          /* [num_rows, as many columns as the optimizer needs], every state_stride elements */
+    void* rows;           /* [num_slots, dim], a row every row_stride elements */
+    void* state;          /* [num_slots, as many columns as the optimizer needs], every state_stride elements */
     const void* gradient; /* [num_rows, dim], dense */
+    const int64_t* slots; /* [num_rows] distinct: the slot whose row and state gradient i changes; null: slot i */
     int64_t num_rows;
+    int64_t num_slots; /* >= num_rows */
     int64_t dim;
     int64_t row_stride;
     int64_t state_stride;

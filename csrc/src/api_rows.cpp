@@ -44,10 +44,13 @@ Occurrences<Real> as(const nestpipe_occurrences& occurrences) {
 // columns: of row state.
 void check_update(const nestpipe_row_update* update, int64_t columns, int32_t num_threads) {
     need_count(update->num_rows, "num_rows");
+    need_count(update->num_slots, "num_slots");
     need_array(update->rows, update->num_rows, "rows");
     need_array(update->state, update->num_rows, "state");
     need_array(update->gradient, update->num_rows, "gradient");
     need_threads(num_threads);
+    if (update->num_rows > update->num_slots) refuse("row update: more rows than slots");
+    if (update->slots != nullptr) need_places(update->slots, update->num_rows, update->num_slots, "slots");
     if (update->dtype != NESTPIPE_FLOAT32 && update->dtype != NESTPIPE_FLOAT64) refuse("row update: unknown dtype");
     if (update->dim < 1 || update->row_stride < update->dim || update->state_stride < columns)
         refuse("row update: rows or states overlap");
@@ -58,6 +61,7 @@ RowUpdate<Real> as(const nestpipe_row_update& update) {
     return {static_cast<Real*>(update.rows),
             static_cast<Real*>(update.state),
             static_cast<const Real*>(update.gradient),
+            update.slots,
             update.num_rows,
             update.dim,
             update.row_stride,

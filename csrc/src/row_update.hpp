@@ -10,6 +10,7 @@ struct RowUpdate {
     Real* rows;  // a row every row_stride elements
     Real* state;
     const Real* gradient;  // dense
+    const int64_t* slots;  // gradient i changes row and state slots[i]; null: i
     int64_t num_rows, dim, row_stride, state_stride;
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -151,6 +152,7 @@ nestpipe_row_update update_of(std::vector<double>& records, const std::vector<do
     update.state = records.data() + dim;
     update.gradient = gradient.data();
     update.num_rows = static_cast<int64_t>(gradient.size()) / dim;
+    update.num_slots = static_cast<int64_t>(records.size()) / columns;
     update.dim = dim;
     update.row_stride = update.state_stride = columns;
     update.dtype = NESTPIPE_FLOAT64;
@@ -185,9 +187,85 @@ void test_adam_in_float() {
     constexpr double kBeta = 0.999999;
     float records[3] = {0, 0, 0};
     const float gradient = 1;
-    const nestpipe_row_update update{records, records + 1, &gradient, 1, 1, 3, 3, NESTPIPE_FLOAT32};
+    const nestpipe_row_update update{records, records + 1, &gradient, nullptr, 1, 1, 1, 3, 3, NESTPIPE_FLOAT32};
     OK(nestpipe_adam(&update, kBeta, kBeta, 0.1, 1e-8, 1));
     CHECK(records[1] == static_cast<float>(1 - kBeta) && records[2] == static_cast<float>(1 - kBeta));
+}
+
+// Returns `count` distinct slots of num_slots, in random order.
+std::vector<int64_t> random_slots(int64_t count, int64_t num_slots) {
+    std::vector<int64_t> slots(static_cast<size_t>(num_slots));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), std::mt19937_64(7));
+    slots.resize(static_cast<size_t>(count));
+    return slots;
+}
+
+// Returns the records in these slots.
+std::vector<double> gathered(const std::vector<double>& records, const std::vector<int64_t>& slots, size_t columns) {
+    std::vector<double> some;
+    for (const int64_t slot : slots) {
+        const auto* record = records.data() + static_cast<size_t>(slot) * columns;
+        some.insert(some.end(), record, record + columns);
+    }
+    return some;
+}
+
+// Writes records to these slots.
+void scatter(const std::vector<double>& some, const std::vector<int64_t>& slots, size_t columns,
+             std::vector<double>& records) {
+    for (size_t i = 0; i < slots.size(); ++i)
+        std::copy_n(some.data() + i * columns, columns, records.data() + static_cast<size_t>(slots[i]) * columns);
+}
+
+// An update in slots gives the same bits as one of the gathered records, and changes no other slot. Fails if gradient()
+// of for_each_row is asked for slot slots[i].
+void test_slots() {
+    constexpr int64_t kSlots = 3000, kRows = 1200, kDim = 7;
+    const auto gradient = random_numbers(kRows * kDim);
+    const auto slots = random_slots(kRows, kSlots);
+    const auto adagrad = [](const nestpipe_row_update& update, int32_t num_threads) {
+        OK(nestpipe_adagrad(&update, 0.1, 1e-10, num_threads));
+    };
+    const auto adam = [](const nestpipe_row_update& update, int32_t num_threads) {
+        OK(nestpipe_adam(&update, 0.5, 0.75, 0.1, 1e-8, num_threads));
+    };
+    const auto check = [&](int64_t columns, auto&& apply) {
+        auto records = random_numbers(kSlots * columns);
+        for (double& number : records) number += 2;  // sums of squares are not negative
+        auto expected = records, dense = gathered(records, slots, static_cast<size_t>(columns));
+        apply(update_of(dense, gradient, kDim, columns), 1);
+        scatter(dense, slots, static_cast<size_t>(columns), expected);
+        for (int32_t num_threads : {1, 3}) {
+            auto in_slots = records;
+            auto update = update_of(in_slots, gradient, kDim, columns);
+            update.slots = slots.data();
+            apply(update, num_threads);
+            CHECK(in_slots == expected && in_slots != records);
+        }
+    };
+    check(2 * kDim, adagrad);
+    check(3 * kDim, adam);
+}
+
+void test_refused_slots() {
+    std::vector<double> records(9, 0.5);
+    const std::vector<double> before = records, gradient(2, 1.0);
+    int64_t slots[2] = {2, 0};
+    auto update = update_of(records, gradient, 1, 3);
+    update.slots = slots;
+    for (const int64_t wrong : {int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
+        slots[1] = wrong;
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_adagrad(&update, 0.1, 1e-10, 1));
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_adam(&update, 0.5, 0.75, 0.1, 1e-8, 1));
+    }
+    update.slots = nullptr;
+    update.num_slots = 1;
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "more rows than slots", nestpipe_adagrad(&update, 0.1, 1e-10, 1));
+    CHECK(records == before);
+    update.num_rows = update.num_slots = 0;
+    update.slots = slots;
+    OK(nestpipe_adagrad(&update, 0.1, 1e-10, 1));
 }
 
 void test_zero_divisors() {
@@ -211,6 +289,8 @@ int main() {
     test_pool_refusals();
     test_row_optimizers();
     test_adam_in_float();
+    test_slots();
+    test_refused_slots();
     test_zero_divisors();
     return 0;
 }

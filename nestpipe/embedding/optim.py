@@ -166,6 +166,8 @@ def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *cons
         pointer(rows),
         pointer(state),
         pointer(gradient),
+        None,
+        len(rows),
         *rows.shape,
         rows.stride(0),
         state.stride(0),
