@@ -2,14 +2,22 @@
 
 To write your own, derive from RowOptimizer and define state_width, initial_state if it is not zero, and update. update
 must treat every row alike and independently of the others. The gradient is that of the whole global batch.
+
+An update of your own gets dense arrays: rows and state of the batch, one record for each row of the gradient. An update
+whose signature ends in `slots: Tensor | None = None` may instead get the arrays of all slots, and the slots of the
+batch: gradient[i] belongs to row and state slots[i]. It must change these only. The slots are distinct int64; None
+stands for dense arrays. This saves copies of the records. It holds for update_on_device, too.
 """
 
 from collections.abc import Callable, Hashable
 from ctypes import byref
+from functools import cache
+from inspect import signature
 
 import torch
 from torch import Tensor
 
+from nestpipe.kernels.checks import check_shape, check_slots
 from nestpipe.kernels.rows import updates
 from nestpipe.registry import optimizers
 from nestpipe.store.interface import DTYPES
@@ -46,23 +54,55 @@ class RowOptimizer:
         for array, old in zip((rows, state), before, strict=True):
             array.copy_(torch.where(is_masked, old, array))
 
-    def apply(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, is_masked: Tensor | None = None) -> None:
+    def apply(
+        self,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        is_masked: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> None:
         """Updates rows and state. For rows in device memory `is_masked` says that the step does not count; only the
-        device knows it."""
+        device knows it.
+
+        slots: [n] slots of `rows` and `state` that the gradient [n, dim] belongs to; None if they are the rows, in
+        order. Only an optimizer that `takes_slots` accepts them.
+        """
+        if slots is not None and not self.takes_slots(is_on_device=is_masked is not None):
+            raise ValueError(f"{type(self).__name__} updates dense arrays only: copy the records out of their slots")
         if self.weight_decay != 0.0:
             gradient = gradient + self.weight_decay * rows
         lr = self.lr(step) if callable(self.lr) else self.lr
+        in_slots = {} if slots is None else {"slots": slots}  # an update may have no such parameter
         if is_masked is None:
-            self.update(rows, state, gradient, step, lr)
+            self.update(rows, state, gradient, step, lr, **in_slots)
         elif self._overrides_update():
             RowOptimizer.update_on_device(self, rows, state, gradient, step, lr, is_masked)
         else:
-            self.update_on_device(rows, state, gradient, step, lr, is_masked)
+            self.update_on_device(rows, state, gradient, step, lr, is_masked, **in_slots)
+
+    def takes_slots(self, is_on_device: bool) -> bool:
+        """Returns whether `apply` takes slots for rows in device memory, or in host memory.
+
+        The methods that it calls must have a parameter for them. Weight decay takes dense rows.
+        """
+        if self.weight_decay != 0.0 or not _has_slots(type(self).apply):
+            return False
+        if not is_on_device:
+            return _has_slots(type(self).update)
+        return not self._overrides_update() and _has_slots(type(self).update_on_device)
 
     def _overrides_update(self) -> bool:
         """Returns whether a derived class has its own update, but no update_on_device to match."""
         methods = next(vars(kind) for kind in type(self).__mro__ if {"update", "update_on_device"} & vars(kind).keys())
         return "update_on_device" not in methods
+
+
+@cache
+def _has_slots(method: Callable[..., None]) -> bool:
+    """Returns whether a method has a parameter `slots`."""
+    return "slots" in signature(method).parameters
 
 
 @optimizers.register("sgd")
@@ -73,17 +113,20 @@ class SGD(RowOptimizer):
         rows.sub_(gradient, alpha=lr)
 
     def update_on_device(
-        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+        self,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        lr: float,
+        is_masked: Tensor,
+        slots: Tensor | None = None,
     ) -> None:
-        updates.sgd(rows, state, gradient, lr, is_masked)
+        updates.sgd(rows, state, gradient, lr, is_masked, slots)
 
 
-@optimizers.register("adagrad")
-class Adagrad(RowOptimizer):
-    """Adagrad with a sum for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
-
-    With eps = 0 an element whose state is zero does not change: its gradient has always been zero.
-    """
+class _SumsOfSquares(RowOptimizer):
+    """Base class of both kinds of Adagrad: the state is sums of squares, which start at `initial_accumulator`."""
 
     def __init__(
         self, lr: LearningRate, initial_accumulator: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
@@ -92,23 +135,40 @@ class Adagrad(RowOptimizer):
         self.initial_accumulator = initial_accumulator
         self.eps = eps
 
-    def state_width(self, dim: int) -> int:
-        return dim
-
     def initial_state(self, dim: int) -> tuple[float, ...]:
         return (self.initial_accumulator,) * self.state_width(dim)
 
-    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        _in_one_pass("adagrad", rows, state, gradient, lr, self.eps)
+
+@optimizers.register("adagrad")
+class Adagrad(_SumsOfSquares):
+    """Adagrad with a sum for each element: state += g^2, row -= lr * g / (sqrt(state) + eps).
+
+    With eps = 0 an element whose state is zero does not change: its gradient has always been zero.
+    """
+
+    def state_width(self, dim: int) -> int:
+        return dim
+
+    def update(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
+    ) -> None:
+        _in_one_pass("adagrad", rows, state, gradient, slots, lr, self.eps)
 
     def update_on_device(
-        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+        self,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        lr: float,
+        is_masked: Tensor,
+        slots: Tensor | None = None,
     ) -> None:
-        updates.adagrad(rows, state, gradient, lr, self.eps, is_masked)
+        updates.adagrad(rows, state, gradient, lr, self.eps, is_masked, slots)
 
 
 @optimizers.register("rowwise_adagrad")
-class RowWiseAdagrad(Adagrad):
+class RowWiseAdagrad(_SumsOfSquares):
     """Adagrad with one sum for each row: state += mean(g^2), row -= lr * g / (sqrt(state) + eps)."""
 
     def state_width(self, dim: int) -> int:
@@ -120,9 +180,16 @@ class RowWiseAdagrad(Adagrad):
         rows.addcdiv_(gradient, divisor.masked_fill_(divisor == 0, torch.inf), value=-lr)
 
     def update_on_device(
-        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+        self,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        lr: float,
+        is_masked: Tensor,
+        slots: Tensor | None = None,
     ) -> None:
-        updates.rowwise_adagrad(rows, state, gradient, lr, self.eps, is_masked)
+        updates.rowwise_adagrad(rows, state, gradient, lr, self.eps, is_masked, slots)
 
 
 @optimizers.register("adam")
@@ -143,31 +210,46 @@ class Adam(RowOptimizer):
     def state_width(self, dim: int) -> int:
         return 2 * dim
 
-    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        _in_one_pass("adam", rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps)
+    def update(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
+    ) -> None:
+        _in_one_pass("adam", rows, state, gradient, slots, *self.betas, self._step_size(step, lr), self.eps)
 
     def update_on_device(
-        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, is_masked: Tensor
+        self,
+        rows: Tensor,
+        state: Tensor,
+        gradient: Tensor,
+        step: int,
+        lr: float,
+        is_masked: Tensor,
+        slots: Tensor | None = None,
     ) -> None:
-        updates.adam(rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps, is_masked)
+        updates.adam(rows, state, gradient, *self.betas, self._step_size(step, lr), self.eps, is_masked, slots)
 
     def _step_size(self, step: int, lr: float) -> float:
         beta1, beta2 = self.betas
         return float(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
 
 
-def _in_one_pass(name: str, rows: Tensor, state: Tensor, gradient: Tensor, *constants: float) -> None:
+def _in_one_pass(
+    name: str, rows: Tensor, state: Tensor, gradient: Tensor, slots: Tensor | None, *constants: float
+) -> None:
     """Updates rows by the native library. Their records have gaps, which make several passes by torch slow."""
     for array in (rows, state):
         if array.dtype != gradient.dtype or array.stride(1) != 1 or not array.is_cpu:
             raise ValueError("rows, state and gradient must be of one dtype, in host memory, row after row")
+    check_shape("state", state, len(rows), state.shape[1])
+    check_slots(slots, rows, gradient)
+    if slots is not None and not slots.is_cpu:
+        raise ValueError("slots must be in host memory, as rows are")
     gradient = gradient.contiguous()
     update = NativeRowUpdate(
         pointer(rows),
         pointer(state),
         pointer(gradient),
-        None,
-        len(rows),
+        pointer(slots),
+        len(gradient),
         *rows.shape,
         rows.stride(0),
         state.stride(0),

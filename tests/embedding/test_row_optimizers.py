@@ -5,8 +5,9 @@ Fails, for example, if adam takes the second moment from state + row_stride, or 
 
 import pytest
 import torch
+from torch import Tensor
 
-from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer, RowWiseAdagrad
+from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 
 DIM = 37
 
@@ -80,3 +81,120 @@ def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dty
 def test_other_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="one dtype"):
         Adagrad(0.1).apply(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64), 1)
+
+
+def mask_for(is_on_device: bool) -> Tensor | None:
+    """Returns the mask with which `apply` calls update_on_device, or the None with which it calls update."""
+    return torch.tensor(False) if is_on_device else None
+
+
+IN_SLOTS = [
+    *((optimizer, is_on_device) for optimizer in (Adagrad(0.1), Adam(0.01)) for is_on_device in (False, True)),
+    *((optimizer, True) for optimizer in (SGD(0.1), RowWiseAdagrad(0.1))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("optimizer", "is_on_device"), IN_SLOTS)
+def test_slots(optimizer: RowOptimizer, is_on_device: bool, dtype: torch.dtype) -> None:
+    """Slots in any order get the bits of an update of dense arrays; other slots do not change.
+
+    Fails if update_slot of the native library takes the state at i, or an update_on_device leaves out its slots.
+    """
+    torch.manual_seed(4)
+    records = torch.rand(900, DIM + optimizer.state_width(DIM), dtype=dtype)
+    slots, gradient = torch.randperm(900)[:700], torch.randn(700, DIM, dtype=dtype)
+    dense, is_masked = records[slots], mask_for(is_on_device)
+    expected = records.clone()
+    for step in (1, 2):
+        optimizer.apply(dense[:, :DIM], dense[:, DIM:], gradient, step, is_masked)
+        optimizer.apply(records[:, :DIM], records[:, DIM:], gradient, step, is_masked, slots)
+    assert torch.equal(records, expected.index_copy_(0, slots, dense))
+
+
+@pytest.mark.parametrize("kind", [Adagrad, Adam])
+def test_refused_slots_change_nothing(kind: type[RowOptimizer]) -> None:
+    """Fails if check_update of the native library does not check slots, or _in_one_pass their number."""
+    optimizer = kind(0.1)
+    records, gradient = torch.ones(3, 4 + optimizer.state_width(4)), torch.ones(2, 4)
+    for slots, message in (
+        (torch.tensor([0, 3]), r"slots\[1\] is 3, outside of an array of 3"),
+        (torch.tensor([0, -1]), r"slots\[1\] is -1"),
+        (torch.tensor([0, 1, 2]), r"slots is torch.int64 of shape \[3\]"),
+        (torch.tensor([0, 1], dtype=torch.int32), "slots is torch.int32"),
+        (None, r"gradient has shape \[2, 4\], must have \[3, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.apply(records[:, :4], records[:, 4:], gradient, 1, slots=slots)
+    assert records.unique().tolist() == [1]
+
+
+def test_built_in_optimizers_take_slots() -> None:
+    """RowWiseAdagrad and SGD update dense arrays in host memory. Fails if takes_slots ignores weight decay."""
+    for kind, in_host_memory in ((SGD, False), (Adagrad, True), (RowWiseAdagrad, False), (Adam, True)):
+        for weight_decay in (0.0, 0.1):
+            optimizer = kind(0.1, weight_decay=weight_decay)
+            assert optimizer.takes_slots(is_on_device=False) == (in_host_memory and weight_decay == 0.0)
+            assert optimizer.takes_slots(is_on_device=True) == (weight_decay == 0.0)
+
+
+calls: list[tuple[str, int, Tensor | None]] = []
+"""Method, number of rows and slots of each call of the methods below."""
+
+
+def dense_update(self, rows, state, gradient, step, lr) -> None:
+    calls.append(("update", len(rows), None))
+
+
+def update(self, rows, state, gradient, step, lr, slots=None) -> None:
+    calls.append(("update", len(rows), slots))
+
+
+def dense_update_on_device(self, rows, state, gradient, step, lr, is_masked) -> None:
+    calls.append(("update_on_device", len(rows), None))
+
+
+def update_on_device(self, rows, state, gradient, step, lr, is_masked, slots=None) -> None:
+    calls.append(("update_on_device", len(rows), slots))
+
+
+def dense_apply(self, rows, state, gradient, step, is_masked=None) -> None:
+    RowOptimizer.apply(self, rows, state, gradient, step, is_masked)
+
+
+METHODS = {
+    "update": ({"update": dense_update}, False, False),
+    "update with slots": ({"update": update}, True, False),
+    "update_on_device": ({"update_on_device": dense_update_on_device}, None, False),
+    "update_on_device with slots": ({"update_on_device": update_on_device}, None, True),
+    "both": ({"update": dense_update, "update_on_device": dense_update_on_device}, False, False),
+    "both with slots": ({"update": update, "update_on_device": update_on_device}, True, True),
+    "apply": ({"apply": dense_apply}, False, False),
+}
+"""By what a derived class overrides: its methods, and whether it takes slots in host memory and in device memory. None
+stands for what the base class does."""
+
+
+@pytest.mark.parametrize("overridden", METHODS)
+@pytest.mark.parametrize("base", [RowOptimizer, Adagrad, Adam])
+def test_derived_optimizers_take_slots(base: type[RowOptimizer], overridden: str) -> None:
+    """An optimizer gets slots if the method that `apply` calls has a parameter for them; others refuse them.
+
+    Fails if takes_slots does not ask _overrides_update, or if apply does not ask takes_slots.
+    """
+    methods, *takes_slots = METHODS[overridden]
+    if takes_slots[0] is None:
+        takes_slots[0] = base is not RowOptimizer
+    optimizer = type("Derived", (base,), methods)(0.1)
+    records, gradient, slots = torch.ones(5, 4 + optimizer.state_width(4)), torch.ones(2, 4), torch.tensor([3, 1])
+    for is_on_device, name in enumerate(["update", "update_on_device"]):
+        arguments = records[:, :4], records[:, 4:], gradient, 1, mask_for(bool(is_on_device))
+        calls.clear()
+        assert optimizer.takes_slots(bool(is_on_device)) == takes_slots[is_on_device]
+        if takes_slots[is_on_device]:
+            optimizer.apply(*arguments, slots=slots)
+            assert calls == ([(name, 5, slots)] if name in methods else [])
+        elif overridden != "apply":
+            with pytest.raises(ValueError, match="Derived updates dense arrays only"):
+                optimizer.apply(*arguments, slots=slots)
+            assert calls == []
