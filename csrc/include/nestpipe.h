@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 8
+#define NESTPIPE_ABI_VERSION 9
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -184,12 +184,13 @@ NESTPIPE_API nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const
 
 /* As nestpipe_scatter for each table, from an array of num_records records, of which those at `places` are read. Tables
  * and stride: as in nestpipe_gather_tables.
- *   places  [num_keys], 0 .. num_records - 1; null: 0 .. num_keys - 1, num_keys <= num_records */
+ *   places  [num_keys], 0 .. num_records - 1; null: 0 .. num_keys - 1, num_keys <= num_records
+ *   steps   [num_keys] stored with each of them, >= 0; null: `step` is stored with all */
 NESTPIPE_API nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* tables,
                                                      const int64_t* offsets, int64_t num_tables, const int64_t* keys,
                                                      int64_t num_keys, const int64_t* places, const void* records,
-                                                     int64_t num_records, int64_t stride, int64_t step,
-                                                     int32_t num_threads);
+                                                     int64_t num_records, int64_t stride, const int64_t* steps,
+                                                     int64_t step, int32_t num_threads);
 
 /* As nestpipe_find for each table; tables of any kind. */
 NESTPIPE_API nestpipe_status nestpipe_find_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,

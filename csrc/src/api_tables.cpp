@@ -99,7 +99,7 @@ nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tab
 nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,
                                         int64_t num_tables, const int64_t* keys, int64_t num_keys,
                                         const int64_t* places, const void* records, int64_t num_records, int64_t stride,
-                                        int64_t step, int32_t num_threads) {
+                                        const int64_t* steps, int64_t step, int32_t num_threads) {
     return guarded([&] {
         const TablesOfCall targets(store, tables, num_tables);
         need_offsets(offsets, num_tables, num_keys, "offsets");
@@ -108,10 +108,13 @@ nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* ta
         if (num_tables == 0) return;
         targets.need_same_records();
         const Table& first = *targets.all()[0];
-        need_step(first, step);
+        if (steps != nullptr)
+            need_steps(steps, num_keys);
+        else
+            need_step(first, step);
         need_records(first, records, num_records, first.num_columns(), stride, places, num_keys, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * first.item_bytes()};
-        targets.with(offsets, keys).write(source, nullptr, step, num_threads);
+        targets.with(offsets, keys).write(source, steps, step, num_threads);
     });
 }
 

@@ -43,6 +43,11 @@ inline void need_step(const Table& table, int64_t step) {
         refuse("scatter into table '" + table.name() + "': step is " + std::to_string(step) + ", must be >= 0");
 }
 
+inline void need_steps(const int64_t* steps, int64_t num_keys) {
+    for (int64_t i = 0; i < num_keys; ++i)
+        if (steps[i] < 0) refuse("steps[" + std::to_string(i) + "] is " + std::to_string(steps[i]) + ", must be >= 0");
+}
+
 // Checks an array of num_records records, `stride` elements apart. Without places, the i-th key has record i.
 inline void need_records(const Table& table, const void* records, int64_t num_records, int64_t num_columns,
                          int64_t stride, const int64_t* places, int64_t num_keys, const char* what) {

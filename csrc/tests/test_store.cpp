@@ -120,7 +120,7 @@ void test_stride() {
             std::vector<uint8_t> found(kKeys);
             const int64_t offsets[] = {0, kKeys};
             OK(nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys.data(), kKeys, at, records.data(), kRoom,
-                                       kStride, 1, num_threads));
+                                       kStride, nullptr, 1, num_threads));
             OK(nestpipe_gather_tables(f.store, &f.table, offsets, 1, keys.data(), kKeys, at, kColumns, out.data(),
                                       kRoom, kStride, found.data(), num_threads));
             for (int64_t i = 0; i < kKeys; ++i) {
@@ -129,6 +129,35 @@ void test_stride() {
             }
             CHECK(out == expected && f.size() == kKeys && std::count(found.begin(), found.end(), 1) == kKeys);
         }
+    }
+}
+
+// Each record has a step of its own. If a key occurs twice, its last one stays.
+void test_steps_of_records() {
+    constexpr int64_t kKeys = 40000;
+    for (const int32_t num_threads : {1, 3}) {
+        Fixture f;
+        std::vector<int64_t> keys(kKeys), steps(kKeys), stored(kKeys);
+        for (size_t i = 0; i < kKeys; ++i) {
+            keys[i] = static_cast<int64_t>(i) * 31;
+            steps[i] = static_cast<int64_t>(i * 17 % 1009);
+        }
+        keys.back() = keys.front();
+        const std::vector<float> records(kKeys * kColumns, 2.0f);
+        std::vector<float> out(records.size());
+        const int64_t offsets[] = {0, kKeys};
+        const auto scatter = [&] {
+            return nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys.data(), kKeys, nullptr, records.data(),
+                                           kKeys, kColumns, steps.data(), -1, num_threads);
+        };
+        OK(scatter());
+        OK(nestpipe_gather(f.store, f.table, keys.data(), kKeys, kColumns, out.data(), kKeys * kColumns * 4, nullptr,
+                           stored.data(), num_threads));
+        CHECK(stored.front() == steps.back() && std::equal(stored.begin() + 1, stored.end(), steps.begin() + 1));
+        keys.front() = -1;
+        steps[12345] = -2;
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "steps[12345] is -2, must be >= 0", scatter());
+        CHECK(f.size() == kKeys - 1);
     }
 }
 
@@ -144,8 +173,8 @@ void test_stride_refusals() {
                                       stride, nullptr, 1);
     };
     const auto scatter = [&](const int64_t* places, int64_t num_records, int64_t stride) {
-        return nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, places, records, num_records, stride, 1,
-                                       1);
+        return nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, places, records, num_records, stride,
+                                       nullptr, 1, 1);
     };
     for (const int64_t stride : {kColumns - 1, int64_t{0}, -kColumns, INT64_MIN}) {
         REFUSED(bad, "out has records that overlap", gather(nullptr, 2, stride));
@@ -160,8 +189,9 @@ void test_stride_refusals() {
     REFUSED(bad, "out has 1 records for 2 keys and no places", gather(nullptr, 1, kColumns));
     REFUSED(bad, "records has 1 records for 2 keys and no places", scatter(nullptr, 1, kColumns));
     REFUSED(bad, "must be 0 .. 2^40 - 1", gather(nullptr, -1, kColumns));
-    REFUSED(bad, "records is a null pointer",
-            nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, nullptr, nullptr, 2, kColumns, 1, 1));
+    REFUSED(
+        bad, "records is a null pointer",
+        nestpipe_scatter_tables(f.store, &f.table, offsets, 1, keys, 2, nullptr, nullptr, 2, kColumns, nullptr, 1, 1));
     CHECK(f.size() == 0);
 }
 
@@ -311,6 +341,7 @@ int main() {
     test_last_of_repeated_keys_stays();
     test_any_count_and_threads();
     test_stride();
+    test_steps_of_records();
     test_stride_refusals();
     test_erase_reuses_records();
     test_pieces();

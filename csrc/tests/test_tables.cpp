@@ -83,7 +83,7 @@ struct Fixture {
     nestpipe_status scatter(const Keys& call, int64_t step, int32_t num_threads, bool with_places = true) {
         return nestpipe_scatter_tables(store, call.tables.data(), call.offsets.data(), call.num_tables(),
                                        call.keys.data(), call.size(), with_places ? call.places.data() : nullptr,
-                                       call.records.data(), call.room(), kStride, step, num_threads);
+                                       call.records.data(), call.room(), kStride, nullptr, step, num_threads);
     }
     // One call for each key.
     void scatter_each(const Keys& call, int64_t step) {
@@ -375,8 +375,8 @@ void test_nothing_to_do() {
     for (const int64_t num_tables : {0, 1, 3}) {
         OK(nestpipe_gather_tables(f.store, tables, zeros, num_tables, nullptr, 0, nullptr, kColumns, nullptr, 0,
                                   kColumns, nullptr, 2));
-        OK(nestpipe_scatter_tables(f.store, tables, zeros, num_tables, nullptr, 0, nullptr, nullptr, 0, kColumns, 1,
-                                   2));
+        OK(nestpipe_scatter_tables(f.store, tables, zeros, num_tables, nullptr, 0, nullptr, nullptr, 0, kColumns,
+                                   nullptr, 1, 2));
         OK(nestpipe_find_tables(f.store, tables, zeros, num_tables, nullptr, 0, nullptr, 2));
         OK(nestpipe_match_tables(nullptr, 0, zeros, nullptr, 0, zeros, num_tables, nullptr, 2));
     }

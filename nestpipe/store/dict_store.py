@@ -29,6 +29,10 @@ class DictStore:
         self._tables: dict[str, _Table] = {}
         self._access = WriteAccess()
 
+    @property
+    def num_writes(self) -> int:
+        return self._access.num_writes
+
     def create_table(self, spec: TableSpec) -> None:
         if spec.name in self._tables:
             raise ValueError(f"the store already has a table {spec.name!r}; give the new one another name")
@@ -56,10 +60,7 @@ class DictStore:
         return Gathered(out, self.find(table, keys), steps if with_steps else None)
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
-        self._access.check("scatter")
-        self._scatter(table, keys, records, step)
-
-    def _scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        self._access.begin_write("scatter")
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
         check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
@@ -89,24 +90,39 @@ class DictStore:
         return found
 
     def scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
-        self._access.check("scatter_tables")
+        self._access.begin_write("scatter_tables")
         self._scatter_tables(tables, offsets, keys, records, places, step)
 
     def _scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
         num_keys = check.check_keys(keys)
         self._check_same_records(tables)
         check.check_records_at(self.spec(tables[0]), records, "records", places, num_keys)
-        check.check_step(step)
+        check.check_steps(step, num_keys)
+        steps = step if isinstance(step, Tensor) else torch.full((num_keys,), step)
+        if (steps < 0).any():
+            raise ValueError(f"step has a negative number, {int(steps.min())}")
         places = _places(places, num_keys, len(records))
         stretches = self._stretches(tables, offsets, num_keys)
         before = {table: dict(self._table(table).rows) for table in tables}
         try:
             for table, stretch in stretches:
-                self._scatter(table, keys[stretch], records[places[stretch]], step)
+                self._write(table, keys[stretch], records[places[stretch]], steps[stretch])
         except TableFullError:
             for table, rows in before.items():
                 self._table(table).rows = rows
@@ -127,7 +143,7 @@ class DictStore:
         return torch.tensor([key in rows for key in keys.tolist()], dtype=torch.bool)
 
     def erase(self, table: str, keys: Tensor) -> int:
-        self._access.check("erase")
+        self._access.begin_write("erase")
         check.check_keys(keys)
         rows = self._table(table).rows
         return sum(rows.pop(key, None) is not None for key in keys.tolist())
@@ -146,7 +162,7 @@ class DictStore:
         )
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
-        self._access.check("import_piece")
+        self._access.begin_write("import_piece")
         check.check_buckets(first_bucket, end_bucket)
         check.check_piece(self.spec(table), piece)
         for key, step in zip(piece.keys.tolist(), piece.steps.tolist(), strict=True):

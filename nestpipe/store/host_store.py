@@ -44,6 +44,10 @@ class HostStore:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a HostStore cannot be copied or pickled; export its tables, and import them into another one")
 
+    @property
+    def num_writes(self) -> int:
+        return self._access.num_writes
+
     def create_table(self, spec: TableSpec) -> None:
         a, b = spec.init.parameters
         state = (c_double * spec.state_width)(*spec.full_initial_state)
@@ -129,18 +133,31 @@ class HostStore:
         return found
 
     def scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
-        self._access.check("scatter_tables")
+        self._access.begin_write("scatter_tables")
         self._scatter_tables(tables, offsets, keys, records, places, step)
 
     def _scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
         spec = self._first(tables)
         num_keys = check.check_keys(keys)
         stride = check.check_records_at(spec, records, "records", places, num_keys)
-        check.check_step(step)
+        check.check_steps(step, num_keys)
+        steps = step if isinstance(step, Tensor) else None
         call(
             "scatter_tables",
             *self._handles(tables, offsets),
@@ -150,7 +167,8 @@ class HostStore:
             pointer(records),
             len(records),
             stride,
-            step,
+            pointer(steps),
+            0 if isinstance(step, Tensor) else step,
             self.num_threads,
         )
 
@@ -174,7 +192,7 @@ class HostStore:
         return sizes
 
     def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
-        self._access.check("scatter")
+        self._access.begin_write("scatter")
         spec = self.spec(table)
         num_keys = check.check_keys(keys)
         check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
@@ -197,7 +215,7 @@ class HostStore:
         return found
 
     def erase(self, table: str, keys: Tensor) -> int:
-        self._access.check("erase")
+        self._access.begin_write("erase")
         num_erased = c_int64()
         num_keys = check.check_keys(keys)
         call("erase", *self._handle(table), pointer(keys), num_keys, byref(num_erased))
@@ -237,7 +255,7 @@ class HostStore:
         return Piece(keys[written], records[written], steps[written])
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None:
-        self._access.check("import_piece")
+        self._access.begin_write("import_piece")
         check.check_buckets(first_bucket, end_bucket)
         num_rows = check.check_piece(self.spec(table), piece)
         call(

@@ -122,6 +122,12 @@ class Store(Protocol):
     num_threads: int
     """Threads that a bulk call may use."""
 
+    @property
+    def num_writes(self) -> int:
+        """Number of calls so far that may have changed a row: scatter, scatter_tables, erase and import_piece, and
+        those of writers. A call is counted before it writes. One that raises counts, too, unless it was refused because
+        a writer is open. Equal numbers at two moments mean that no row changed in between."""
+
     def create_table(self, spec: TableSpec) -> None: ...
 
     def spec(self, table: str) -> TableSpec: ...
@@ -154,10 +160,16 @@ class Store(Protocol):
         between rows of `out`. Returns `found`, written to the given tensor if there is one."""
 
     def scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
-        """Writes rows `places` of `records` to several tables, given as in gather_tables. If one table is full, none
-        changes."""
+        """Writes rows `places` of `records` to several tables, given as in gather_tables. `step`: one number for all
+        keys, or [n] int64, the step of each key. If one table is full, none changes."""
 
     def find_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> Tensor:
         """Returns which keys exist, [n] bool. Tables are given as in gather_tables; their records may differ."""
@@ -259,6 +271,14 @@ def check_buckets(first_bucket: int, end_bucket: int) -> None:
 
 def check_step(step: int) -> None:
     check_integer("step", step, 0, 2**63 - 1)
+
+
+def check_steps(step: int | Tensor, num_keys: int) -> None:
+    """Checks one step for all keys, or the array of their steps. Native code checks that those are not negative."""
+    if isinstance(step, Tensor):
+        check_array("step", step, torch.int64, [num_keys])
+    else:
+        check_step(step)
 
 
 def check_reserve(spec: TableSpec, num_rows: int) -> None:

@@ -5,7 +5,7 @@ from threading import Lock
 
 from torch import Tensor
 
-ScatterTables = Callable[[Sequence[str], Tensor, Tensor, Tensor, Tensor | None, int], None]
+ScatterTables = Callable[[Sequence[str], Tensor, Tensor, Tensor, Tensor | None, int | Tensor], None]
 
 
 class Writer:
@@ -16,9 +16,16 @@ class Writer:
         self._scatter_tables = scatter_tables
 
     def scatter_tables(
-        self, tables: Sequence[str], offsets: Tensor, keys: Tensor, records: Tensor, places: Tensor | None, step: int
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        records: Tensor,
+        places: Tensor | None,
+        step: int | Tensor,
     ) -> None:
         """Writes rows as Store.scatter_tables does."""
+        self._access.count_write()
         self._scatter_tables(tables, offsets, keys, records, places, step)
 
     def close(self) -> None:
@@ -27,13 +34,14 @@ class Writer:
 
 
 class WriteAccess:
-    """The writer that a store has open, if any.
+    """The writer that a store has open, if any, and the number of writes.
 
     An open pipeline holds rows that are newer than those of the store, and rows that it read ahead of their use. A
     write that bypasses it would be overwritten or ignored, depending on the schedule, so it is refused.
     """
 
     def __init__(self) -> None:
+        self.num_writes = 0
         self._writer: Writer | None = None
         self._lock = Lock()
 
@@ -52,10 +60,18 @@ class WriteAccess:
             if self._writer is writer:
                 self._writer = None
 
-    def check(self, method: str) -> None:
-        """Refuses a write while a pipeline is open."""
-        if self._writer is not None:
-            raise RuntimeError(
-                f"{method} was called on a store whose rows are being trained: rows in flight would hide or overwrite "
-                "what it writes. Call it between two calls of fit, or outside of the pipeline's `with` block"
-            )
+    def begin_write(self, method: str) -> None:
+        """Counts a write. Refuses it while a pipeline is open."""
+        with self._lock:
+            if self._writer is not None:
+                raise RuntimeError(
+                    f"{method} was called on a store whose rows are being trained: rows in flight would hide or "
+                    "overwrite what it writes. Call it between two calls of fit, or outside of the pipeline's `with` "
+                    "block"
+                )
+            self.num_writes += 1
+
+    def count_write(self) -> None:
+        """Counts a write of the open writer."""
+        with self._lock:
+            self.num_writes += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -115,7 +115,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         c_void_p,
         c_int32,
     ),
-    "scatter_tables": (*_TABLES, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "scatter_tables": (*_TABLES, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32),
     "find_tables": (*_TABLES, *_KEYS, c_void_p, c_int32),
     "table_sizes": (c_void_p, c_void_p, c_int64, c_void_p),
     "match_tables": (*_KEYS, c_void_p, *_KEYS, c_void_p, c_int64, c_void_p, c_int32),
