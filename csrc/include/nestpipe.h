@@ -255,6 +255,109 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_owner(const char* table_name, con
 NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t* keys, int64_t num_keys,
                                            uint64_t* hashes);
 
+/* ---- slots of a row pool --------------------------------------------------------------------------------------- */
+
+/* A row pool keeps records of keys in numbered slots, outside of this library. nestpipe_slots knows which key of which
+ * table each slot holds. A slot is
+ *   free      it belongs to no one;
+ *   taken     it belongs to an admission, which has not filled it yet;
+ *   resident  it holds a key, which nestpipe_slots_find finds.
+ * A batch is admitted, then its missing keys are filled, then its outcome is settled:
+ *   admit     finds the keys of the batch. Those that are resident keep their slots. The others are given slots: free
+ *             ones, lowest first, and those of victims, which no batch in flight uses, least recently used first. Clean
+ *             victims leave at once. Dirty victims, whose records are newer than the store's, stay resident.
+ *   evict     after the records of dirty victims are in the store: they leave, and their slots are taken.
+ *   fill      after the records of missing keys are in their slots: the keys enter.
+ *   release   where that is given up: taken slots are free again. Victims that were not evicted stay as they were.
+ *   claim     counts the keys that the batch would create.
+ *   settle    the outcome is known: what the batch has changed is dirty, or its claims are dropped.
+ * A key exists if the store has a record of it (it is stored) or if its slot is dirty. All functions may be called from
+ * any thread at any time, except nestpipe_slots_destroy, and run one at a time. Keys are given as in
+ * nestpipe_gather_tables, with offsets for all tables, and are distinct within a table. Lists of slots have no slot
+ * twice. */
+typedef struct nestpipe_slots nestpipe_slots;
+
+typedef struct nestpipe_slot_counts {
+    int64_t num_slots;
+    int64_t num_free;
+    int64_t num_resident;
+    int64_t num_dirty;
+    int64_t memory_bytes; /* of the index and of what is known of each slot */
+} nestpipe_slot_counts;
+
+/* Room for slots and their keys, table after table. */
+typedef struct nestpipe_slot_records {
+    int64_t* slots;   /* [capacity] */
+    int64_t* keys;    /* [capacity] */
+    int64_t* steps;   /* [capacity] step that last changed the record */
+    int64_t* offsets; /* [num_tables + 1] table t has entries offsets[t] .. offsets[t + 1] - 1 */
+    int64_t capacity;
+} nestpipe_slot_records;
+
+/* An index without slots.
+ *   salts        [num_tables] as of nestpipe_table_salt; 1 .. 65536 tables
+ *   num_threads  that later calls may use */
+NESTPIPE_API nestpipe_status nestpipe_slots_create(const uint64_t* salts, int64_t num_tables, int32_t num_threads,
+                                                   nestpipe_slots** slots);
+NESTPIPE_API nestpipe_status nestpipe_slots_destroy(nestpipe_slots* slots); /* null is allowed */
+
+NESTPIPE_API nestpipe_status nestpipe_slots_counts(nestpipe_slots* slots, nestpipe_slot_counts* counts);
+
+/* Adds free slots, so that there are num_slots in all, 2^32 - 2 at most. */
+NESTPIPE_API nestpipe_status nestpipe_slots_grow(nestpipe_slots* slots, int64_t num_slots);
+
+/* key_slots: [num_keys] the slot of each key; -1 if it is not resident. Changes nothing. */
+NESTPIPE_API nestpipe_status nestpipe_slots_find(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
+                                                 int64_t num_keys, int64_t* key_slots);
+
+/* Admits a batch. A call that is refused for want of slots may have used the slots of resident keys, and has changed
+ * nothing else.
+ *   batch            >= 1 and at least that of every call before it
+ *   first_in_flight  0 .. batch: victims are slots last used by a batch before it, and not claimed
+ *   key_slots        [num_keys] the slot of each key
+ *   missing          [num_keys] room: indices of the keys that were not resident, ascending
+ *   num_missing      their number
+ *   leaving          room for num_keys: dirty victims. The last missing keys have their slots, in the same order, once
+ *                    they are evicted. Slots of all other missing keys are taken. */
+NESTPIPE_API nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
+                                                  int64_t num_keys, int64_t batch, int64_t first_in_flight,
+                                                  int64_t* key_slots, int64_t* missing, int64_t* num_missing,
+                                                  const nestpipe_slot_records* leaving);
+
+/* Takes the slots of dirty victims, whose records are in the store now. */
+NESTPIPE_API nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);
+
+/* Makes keys resident in taken slots, which hold their records now. Refused if a key is resident already.
+ *   key_slots  [num_keys]
+ *   is_stored  [num_keys] 1 where the record came from the store, 0 where it is the initial one
+ *   batch      as in nestpipe_slots_admit: it has used the slots */
+NESTPIPE_API nestpipe_status nestpipe_slots_fill(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
+                                                 int64_t num_keys, const int64_t* key_slots, const uint8_t* is_stored,
+                                                 int64_t batch);
+
+/* Frees taken slots. */
+NESTPIPE_API nestpipe_status nestpipe_slots_release(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);
+
+/* Claims the keys of a batch that do not exist. Each batch claims its slots once, and settles them.
+ *   num_rows  [num_tables] keys that exist and are not stored, and keys that are claimed */
+NESTPIPE_API nestpipe_status nestpipe_slots_claim(nestpipe_slots* slots, const int64_t* list, int64_t num_slots,
+                                                  int64_t* num_rows);
+
+/* Settles the outcome of a batch. Drops its claims: a key that other batches have claimed, too, stays claimed until one
+ * of them is applied or all are settled.
+ *   step  >= 0: the batch was applied. Its slots are dirty, and its keys exist; -1: it was not */
+NESTPIPE_API nestpipe_status nestpipe_slots_settle(nestpipe_slots* slots, const int64_t* list, int64_t num_slots,
+                                                   int64_t step);
+
+/* Lists all dirty slots, ascending within a table. NESTPIPE_CHANGED when they are more than the capacity. */
+NESTPIPE_API nestpipe_status nestpipe_slots_dirty(nestpipe_slots* slots, const nestpipe_slot_records* records);
+
+/* Dirty slots are clean: their records are in the store now. */
+NESTPIPE_API nestpipe_status nestpipe_slots_clean(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);
+
+/* Forgets all keys, and the number of the last batch. All slots are free. */
+NESTPIPE_API nestpipe_status nestpipe_slots_clear(nestpipe_slots* slots);
+
 /* ---- samples that share keys ----------------------------------------------------------------------------------- */
 
 typedef enum nestpipe_cluster_method {

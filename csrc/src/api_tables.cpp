@@ -15,16 +15,6 @@ using namespace nestpipe;
 
 namespace {
 
-void need_offsets(const int64_t* offsets, int64_t num_tables, int64_t num_keys, const std::string& what) {
-    need_count(num_tables, "num_tables");
-    need_count(num_keys, "num_keys");
-    need(offsets, what.c_str());
-    const int64_t* last = offsets + num_tables;
-    if (offsets[0] != 0 || *last != num_keys || !std::is_sorted(offsets, last + 1))
-        refuse(what + " of " + std::to_string(num_tables) + " tables do not rise from 0 to the number of keys, " +
-               std::to_string(num_keys));
-}
-
 std::vector<Table*> tables_of(nestpipe_store* store, const int32_t* numbers, int64_t num_tables) {
     need(store, "store");
     need_count(num_tables, "num_tables");
@@ -83,7 +73,7 @@ nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tab
                                        int32_t num_threads) {
     return guarded([&] {
         const TablesOfCall sources(store, tables, num_tables);
-        need_offsets(offsets, num_tables, num_keys, "offsets");
+        need_table_offsets(offsets, num_tables, num_keys, "offsets");
         need_array(keys, num_keys, "keys");
         need_threads(num_threads);
         if (num_tables == 0) return;
@@ -102,7 +92,7 @@ nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* ta
                                         const int64_t* steps, int64_t step, int32_t num_threads) {
     return guarded([&] {
         const TablesOfCall targets(store, tables, num_tables);
-        need_offsets(offsets, num_tables, num_keys, "offsets");
+        need_table_offsets(offsets, num_tables, num_keys, "offsets");
         need_array(keys, num_keys, "keys");
         need_threads(num_threads);
         if (num_tables == 0) return;
@@ -123,7 +113,7 @@ nestpipe_status nestpipe_find_tables(nestpipe_store* store, const int32_t* table
                                      int32_t num_threads) {
     return guarded([&] {
         const TablesOfCall sources(store, tables, num_tables);
-        need_offsets(offsets, num_tables, num_keys, "offsets");
+        need_table_offsets(offsets, num_tables, num_keys, "offsets");
         need_array(keys, num_keys, "keys");
         need_array(found, num_keys, "found");
         need_threads(num_threads);
@@ -143,8 +133,8 @@ nestpipe_status nestpipe_match_tables(const int64_t* before, int64_t num_before,
                                       const int64_t* keys, int64_t num_keys, const int64_t* key_offsets,
                                       int64_t num_tables, int64_t* places, int32_t num_threads) {
     return guarded([&] {
-        need_offsets(before_offsets, num_tables, num_before, "before_offsets");
-        need_offsets(key_offsets, num_tables, num_keys, "key_offsets");
+        need_table_offsets(before_offsets, num_tables, num_before, "before_offsets");
+        need_table_offsets(key_offsets, num_tables, num_keys, "key_offsets");
         need_array(before, num_before, "before");
         need_array(keys, num_keys, "keys");
         need_array(places, num_keys, "places");

@@ -1,6 +1,7 @@
 // Common parts of all functions of the C boundary: check arguments, turn exceptions into status codes and text.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <new>
@@ -55,6 +56,17 @@ inline void need_places(const int64_t* places, int64_t count, int64_t size, cons
         if (places[i] < 0 || places[i] >= size)
             refuse(std::string(what) + "[" + std::to_string(i) + "] is " + std::to_string(places[i]) +
                    ", outside of an array of " + std::to_string(size));
+}
+
+// Table t has keys offsets[t] .. offsets[t + 1] - 1.
+inline void need_table_offsets(const int64_t* offsets, int64_t num_tables, int64_t num_keys, const std::string& what) {
+    need_count(num_tables, "num_tables");
+    need_count(num_keys, "num_keys");
+    need(offsets, what.c_str());
+    const int64_t* last = offsets + num_tables;
+    if (offsets[0] != 0 || *last != num_keys || !std::is_sorted(offsets, last + 1))
+        refuse(what + " of " + std::to_string(num_tables) + " tables do not rise from 0 to the number of keys, " +
+               std::to_string(num_keys));
 }
 
 inline void need_threads(int32_t num_threads) {

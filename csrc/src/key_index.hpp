@@ -1,0 +1,174 @@
+// The index of a row pool: key of a table -> slot.
+//
+// The keys of a table are spread over a few shards, each an Index of its own, so that threads can insert and erase at
+// once: a thread owns the shards on which it works.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "index.hpp"
+#include "lookahead.hpp"
+#include "mix.hpp"
+#include "parallel.hpp"
+
+namespace nestpipe {
+
+// The keys of one call. Table t has keys offsets[t] .. offsets[t + 1] - 1.
+struct KeysByTable {
+    const int64_t* offsets;
+    const int64_t* keys;
+    int64_t num_keys;
+};
+
+class KeyIndex {
+ public:
+    static constexpr uint32_t kNoSlot = Index::kNoRow;
+
+    KeyIndex(const uint64_t* salts, int64_t num_tables)
+        : salts_(salts, salts + num_tables),
+          num_shards_(std::max<int64_t>(1, kShards / num_tables)),
+          shards_(static_cast<size_t>(num_tables * num_shards_)) {}
+
+    int64_t num_tables() const { return static_cast<int64_t>(salts_.size()); }
+    int64_t num_shards() const { return static_cast<int64_t>(shards_.size()); }
+    uint64_t bytes() const;
+
+    uint64_t place(uint32_t table, int64_t key) const { return place_of_hash(hash_key(key, salts_[table])); }
+    int64_t key(uint32_t table, uint64_t place) const { return key_of_hash(hash_of_place(place), salts_[table]); }
+
+    // use(first, count, slots): the slots of keys first .. first + count - 1, or kNoSlot. Threads share the keys.
+    template <typename Use>
+    void find(const KeysByTable& keys, int32_t num_threads, const Use& use) const;
+
+    // A key of a call.
+    struct Entry {
+        uint64_t place;
+        uint32_t slot;
+        uint32_t shard;
+    };
+    Entry entry(uint32_t table, uint64_t place, uint32_t slot) const { return {place, slot, shard(table, place)}; }
+    uint32_t table(const Entry& entry) const { return entry.shard / static_cast<uint32_t>(num_shards_); }
+
+    // The keys of one call in the order given, and grouped by shard. They are in memory of the thread that its next
+    // call uses again.
+    struct Entries {
+        const Entry* given;
+        const Entry* grouped;
+        std::vector<int64_t> offsets;  // [num_shards + 1]
+        int32_t num_threads;           // that the work is worth
+
+        int64_t size() const { return offsets.back(); }
+    };
+
+    // Item i becomes entry_of(i); fetch(i) prefetches what that reads. May throw.
+    template <typename Fetch, typename EntryOf>
+    Entries group(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
+
+    // Makes room for entries. May throw; then nothing has changed but the memory that is used.
+    void reserve(const Entries& entries);
+
+    // Inserts entries, for which there is room. Returns -1, or if a key is in the index already or occurs twice the
+    // first such item; then nothing has changed. No slot of an entry may be in the index.
+    int64_t insert(const Entries& entries);
+
+    // Erases entries, which are in the index. use(table, first, end): entries of one table that were erased.
+    template <typename Use>
+    void erase(const Entries& entries, const Use& use);
+
+    // Forgets all keys. May throw; then nothing has changed.
+    void clear() { shards_ = std::vector<Shard>(shards_.size()); }
+
+ private:
+    static constexpr int64_t kShards = 16;        // as many as make threads useful
+    static constexpr int64_t kBlock = 1024;       // keys looked up before their slots are used
+    static constexpr int64_t kLookupBytes = 512;  // finding a key takes as long as copying this much
+
+    struct Shard {
+        Index index;
+        uint64_t num_keys = 0;
+    };
+
+    // The bits in the middle of a place: an index is ordered by those before them, a rank owns keys by those behind.
+    uint32_t shard(uint32_t table, uint64_t place) const {
+        const uint64_t shards = static_cast<uint64_t>(num_shards_);
+        return static_cast<uint32_t>(table * shards + ((place >> 16 & 0xffff) * shards >> 16));
+    }
+
+    // body(shard, first, end): entries first .. end - 1 of the group are those of the shard. Threads share the shards.
+    template <typename Body>
+    void for_each_shard(const Entries& entries, const Body& body);
+
+    void find_in_table(uint32_t table, const int64_t* keys, int64_t count, uint32_t* slots) const;
+    void erase_inserted(const Entries& entries);
+    int64_t first_repeated(const Entries& entries);
+    std::vector<int64_t> count_by_shard(const Entry* entries, int64_t count) const;
+    static Entry* memory_for(int64_t count, bool is_grouped);  // of the calling thread
+
+    std::vector<uint64_t> salts_;
+    int64_t num_shards_;  // of a table
+    std::vector<Shard> shards_;
+};
+
+template <typename Use>
+void KeyIndex::find(const KeysByTable& keys, int32_t num_threads, const Use& use) const {
+    const int64_t* const offsets = keys.offsets;
+    const auto find_some = [&](int64_t begin, int64_t end) {
+        uint32_t slots[kBlock];
+        int64_t t = std::upper_bound(offsets, offsets + num_tables(), begin) - offsets - 1;
+        for (int64_t first = begin; first < end; first += kBlock) {
+            const int64_t last = std::min(first + kBlock, end);
+            for (int64_t i = first; i < last;) {
+                while (offsets[t + 1] <= i) ++t;
+                const int64_t end_of_table = std::min(last, offsets[t + 1]);
+                find_in_table(static_cast<uint32_t>(t), keys.keys + i, end_of_table - i, slots + (i - first));
+                i = end_of_table;
+            }
+            use(first, last - first, slots);
+        }
+    };
+    parallel_for(keys.num_keys, grain_for(keys.num_keys, kLookupBytes, num_threads), num_threads, std::cref(find_some));
+}
+
+template <typename Fetch, typename EntryOf>
+KeyIndex::Entries KeyIndex::group(int64_t count, int32_t num_threads, const Fetch& fetch,
+                                  const EntryOf& entry_of) const {
+    Entry* const given = memory_for(count, false);
+    Entry* const grouped = memory_for(count, true);
+    const auto fill = [&](int64_t begin, int64_t end) {
+        in_two_steps(begin, end, fetch, [&](int64_t i) { given[i] = entry_of(i); });
+    };
+    parallel_for(count, grain_for(count, kLookupBytes, num_threads), num_threads, std::cref(fill));
+    std::vector<int64_t> next = count_by_shard(given, count);
+    std::vector<int64_t> offsets = next;
+    for (int64_t i = 0; i < count; ++i) grouped[next[given[i].shard]++] = given[i];
+    return {given, grouped, std::move(offsets), threads_for(count, kLookupBytes, num_threads)};
+}
+
+template <typename Body>
+void KeyIndex::for_each_shard(const Entries& entries, const Body& body) {
+    const auto some = [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) {
+            const int64_t first = entries.offsets[static_cast<size_t>(s)];
+            const int64_t last = entries.offsets[static_cast<size_t>(s) + 1];
+            if (first < last) body(shards_[static_cast<size_t>(s)], entries.grouped + first, entries.grouped + last);
+        }
+    };
+    parallel_for(num_shards(), 1, entries.num_threads, std::cref(some));
+}
+
+template <typename Use>
+void KeyIndex::erase(const Entries& entries, const Use& use) {
+    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
+        in_two_steps(
+            0, end - first, [&](int64_t i) { shard.index.prefetch(first[i].place); },
+            [&](int64_t i) { shard.index.erase(first[i].place); });
+        shard.num_keys -= static_cast<uint64_t>(end - first);
+        use(table(*first), first, end);
+    });
+}
+
+}  // namespace nestpipe

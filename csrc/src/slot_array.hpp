@@ -1,0 +1,71 @@
+// What the host knows of each slot of a row pool, in memory that grows without moving.
+#pragma once
+
+#include <cstdint>
+
+#include "arena.hpp"
+#include "prefetch.hpp"
+
+namespace nestpipe {
+
+// Half a cache line. A slot of zeros is free.
+struct Slot {
+    enum State : uint8_t {
+        kTaken = 1,     // belongs to an admission and holds no key
+        kResident = 2,  // holds a key, which is in the index
+        kStored = 4,    // the store has a record of the key
+        kDirty = 8,     // the slot's record is newer than the store's
+        kLeaving = 16,  // an admission waits for the slot; no later batch has used it
+    };
+
+    uint64_t place;      // of its key in the index
+    int64_t last_use;    // batch; 0 if the slot holds no key
+    int64_t step;        // that last changed the record, if it is dirty
+    uint32_t check;      // number of the last check of a list that had the slot
+    uint16_t table;      // of its key
+    uint8_t num_claims;  // batches in flight that create the key if they are applied; 0 if it exists
+    uint8_t state;
+
+    bool is(State flag) const { return (state & flag) != 0; }
+    bool exists() const { return (state & (kStored | kDirty)) != 0; }
+    bool is_unstored() const { return (state & (kStored | kDirty)) == kDirty; }  // exists, but not in the store
+
+    // Each forgets everything else.
+    void take() { *this = Slot{0, 0, 0, 0, 0, 0, kTaken}; }
+    void hold(uint64_t key_place, uint16_t key_table, int64_t batch, bool is_stored) {
+        *this = Slot{key_place, batch, 0, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
+    }
+
+    // Notes the number of a check. Returns the one noted before. is_shared: by several threads, which may have the same
+    // slot, against the rules.
+    uint32_t noted(uint32_t number, bool is_shared) {
+        if (is_shared) return __atomic_exchange_n(&check, number, __ATOMIC_RELAXED);
+        const uint32_t before = check;
+        check = number;
+        return before;
+    }
+};
+static_assert(sizeof(Slot) == 32);
+
+class SlotArray {
+ public:
+    SlotArray() : arena_(sizeof(Slot)) {}
+
+    int64_t size() const { return size_; }
+    Slot& operator[](uint32_t slot) const { return *reinterpret_cast<Slot*>(arena_.record(slot)); }
+    void prefetch(uint32_t slot) const { nestpipe::prefetch(arena_.record(slot)); }
+
+    // Adds slots that are free. May throw; then nothing has changed.
+    void grow(int64_t size) {
+        arena_.reserve(static_cast<uint64_t>(size));
+        size_ = size;
+    }
+
+    uint64_t bytes() const { return static_cast<uint64_t>(size_) * sizeof(Slot); }
+
+ private:
+    Arena arena_;  // its own step numbers are never written, so they cost no memory
+    int64_t size_ = 0;
+};
+
+}  // namespace nestpipe

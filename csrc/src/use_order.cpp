@@ -1,0 +1,58 @@
+#include "use_order.hpp"
+
+#include <functional>
+
+#include "parallel.hpp"
+
+namespace nestpipe {
+
+namespace {
+constexpr size_t kSpare = 4096;       // entries beyond twice the number of slots: a small pool is not compacted often
+constexpr int64_t kEntryBytes = 256;  // looking at a slot takes as long as copying this much
+}  // namespace
+
+void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_threads) {
+    const size_t most = 2 * static_cast<size_t>(slots.size()) + kSpare;
+    if (entries_.size() + static_cast<size_t>(count) > most) compact(slots, num_threads);
+    const size_t num_needed = entries_.size() + static_cast<size_t>(count);
+    if (num_needed > entries_.capacity())
+        entries_.reserve(std::max(num_needed, std::min(2 * entries_.capacity(), most)));
+    if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 16);
+}
+
+// Threads share the segments, each of which first closes its own gaps.
+void UseOrder::compact(const SlotArray& slots, int32_t num_threads) {
+    const auto drop_stale = [&](int64_t first, int64_t end) {
+        Segment* const begin = segments_.data() + first_;
+        const size_t end_entry = begin[end - 1].end;
+        for (Segment* segment = begin + first; segment < begin + end; ++segment) {
+            size_t next = segment->begin;
+            for (size_t i = segment->begin; i < segment->end; ++i) {
+                prefetch(i + size_t{kAhead}, end_entry, slots);
+                entries_[next] = entries_[i];
+                next += slots[entries_[i]].last_use == segment->batch;
+            }
+            segment->end = next;
+        }
+    };
+    const auto num_segments = static_cast<int64_t>(segments_.size() - first_);
+    const int32_t num_used = threads_for(static_cast<int64_t>(entries_.size()), kEntryBytes, num_threads);
+    parallel_for(num_segments, num_segments / (8 * num_used) + 1, num_used, std::cref(drop_stale));
+
+    size_t num_left = 0, num_entries = 0;
+    for (size_t s = first_; s < segments_.size(); ++s) {
+        const Segment segment = segments_[s];
+        if (segment.begin == segment.end) continue;
+        std::copy(entries_.begin() + static_cast<std::ptrdiff_t>(segment.begin),
+                  entries_.begin() + static_cast<std::ptrdiff_t>(segment.end),
+                  entries_.begin() + static_cast<std::ptrdiff_t>(num_entries));
+        const size_t count = segment.end - segment.begin;
+        segments_[num_left++] = {segment.batch, num_entries, num_entries + count};
+        num_entries += count;
+    }
+    entries_.resize(num_entries);
+    segments_.resize(num_left);
+    first_ = 0;
+}
+
+}  // namespace nestpipe
