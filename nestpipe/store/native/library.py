@@ -88,12 +88,34 @@ class NativeBatch(ctypes.Structure):
     )
 
 
+class NativeSlotCounts(ctypes.Structure):
+    _fields_ = (
+        ("num_slots", c_int64),
+        ("num_free", c_int64),
+        ("num_resident", c_int64),
+        ("num_dirty", c_int64),
+        ("memory_bytes", c_int64),
+    )
+
+
+class NativeSlotRecords(ctypes.Structure):
+    _fields_ = (
+        ("slots", c_void_p),
+        ("keys", c_void_p),
+        ("steps", c_void_p),
+        ("offsets", c_void_p),
+        ("capacity", c_int64),
+    )
+
+
 _TABLE = (c_void_p, c_int32)
 _TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, table numbers, offsets of their keys, number of tables
 _KEYS = (c_void_p, c_int64)
 _BUCKETS = (c_int64, c_int64)
 _COUNTS = (c_void_p, c_int64, c_int64)
 _ROWS = (c_void_p, c_int64, c_int64)
+_SLOT_KEYS = (c_void_p, c_void_p, *_KEYS)  # slots, offsets of the keys by table, keys
+_SLOT_LIST = (c_void_p, c_void_p, c_int64)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "store_create": (POINTER(c_void_p),),
     "store_destroy": (c_void_p,),
@@ -127,6 +149,28 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),
+    "slots_create": (c_void_p, c_int64, c_int32, POINTER(c_void_p)),
+    "slots_destroy": (c_void_p,),
+    "slots_counts": (c_void_p, POINTER(NativeSlotCounts)),
+    "slots_grow": (c_void_p, c_int64),
+    "slots_find": (*_SLOT_KEYS, c_void_p),
+    "slots_admit": (
+        *_SLOT_KEYS,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        POINTER(c_int64),
+        POINTER(NativeSlotRecords),
+    ),
+    "slots_evict": _SLOT_LIST,
+    "slots_fill": (*_SLOT_KEYS, c_void_p, c_void_p, c_int64),
+    "slots_release": _SLOT_LIST,
+    "slots_claim": (*_SLOT_LIST, c_void_p),
+    "slots_settle": (*_SLOT_LIST, c_int64),
+    "slots_dirty": (c_void_p, POINTER(NativeSlotRecords)),
+    "slots_clean": _SLOT_LIST,
+    "slots_clear": (c_void_p,),
     "cluster": (POINTER(NativeBatch), c_int32, c_int32, c_uint64, c_void_p, c_void_p),
     "group_by_row": (*_KEYS, *_KEYS, c_int64, c_void_p, c_void_p, c_void_p),
     "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),

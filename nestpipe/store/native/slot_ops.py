@@ -1,0 +1,201 @@
+"""The slots of a row pool: which key each slot holds, and what the store has of it.
+
+Tensors are int64 and in host memory. Keys are ordered by table: table t has keys offsets[t] .. offsets[t + 1] - 1. They
+are distinct, as are the slots of a list. A call that raises has changed nothing, unless it says otherwise.
+"""
+
+import weakref
+from ctypes import byref, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from nestpipe.store.interface import check_integer, check_step, check_threads
+from nestpipe.store.native.library import NativeSlotCounts, NativeSlotRecords, TableChangedError, call, pointer
+from nestpipe.store.native.plan_ops import check_values
+
+
+@dataclass(frozen=True)
+class SlotRecords:
+    """Slots of some keys, table after table."""
+
+    slots: Tensor
+    keys: Tensor
+    steps: Tensor
+    """Step that last changed each record."""
+    offsets: Tensor
+    """[tables + 1]: table t has entries offsets[t] .. offsets[t + 1] - 1."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The slots of a batch."""
+
+    slots: Tensor
+    """Slot of each key. Those of missing keys are not filled yet."""
+    missing: Tensor
+    """Indices of the keys that were not resident, ascending."""
+    leaving: SlotRecords
+    """Dirty victims. The last len(leaving.slots) of the missing keys have their slots, in the same order, once they are
+    evicted. The slots of all other missing keys may be overwritten at once."""
+
+
+class SlotIndex:
+    """Maps keys to the slots of a row pool. Safe to call from several threads; calls run one at a time.
+
+    A slot is free, taken (it belongs to an admission, which has not filled it yet) or resident (it holds a key). A key
+    exists if the store has a record of it or if its slot is dirty. Batches are numbered from 1 upwards.
+
+    salts: one for each table, as `table_salts` returns them. num_threads: threads that a call may use. Results do not
+    depend on it.
+    """
+
+    def __init__(self, salts: Tensor, num_threads: int) -> None:
+        check_values("salts", salts, torch.int64)
+        check_threads(num_threads)
+        self._num_tables = len(salts)
+        self._slots = c_void_p()
+        call("slots_create", pointer(salts), len(salts), num_threads, byref(self._slots))
+        finalizer = weakref.finalize(self, call, "slots_destroy", self._slots)
+        finalizer.atexit = False  # at exit a daemon thread may still be in a call; the system frees the memory
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a SlotIndex cannot be copied or pickled; make a new one")
+
+    @property
+    def num_slots(self) -> int:
+        return int(self._counts().num_slots)
+
+    @property
+    def num_free(self) -> int:
+        return int(self._counts().num_free)
+
+    @property
+    def num_resident(self) -> int:
+        return int(self._counts().num_resident)
+
+    def memory_bytes(self) -> int:
+        """Returns the bytes of the index and of what is known of each slot."""
+        return int(self._counts().memory_bytes)
+
+    def grow(self, num_slots: int) -> None:
+        """Adds free slots, so that there are `num_slots` in all."""
+        check_integer("num_slots", num_slots, 0, 2**63 - 1)
+        call("slots_grow", self._slots, num_slots)
+
+    def find(self, offsets: Tensor, keys: Tensor) -> Tensor:
+        """Returns the slot of each key, -1 if it is not resident. Changes nothing."""
+        arguments = self._keys(offsets, keys)
+        slots = torch.empty_like(keys)
+        call("slots_find", *arguments, pointer(slots))
+        return slots
+
+    def admit(self, offsets: Tensor, keys: Tensor, batch: int, first_in_flight: int) -> Admission:
+        """Finds the slots of resident keys, and gives slots to the others: free ones, lowest first, then those of
+        victims, least recently used first.
+
+        A victim was last used by a batch before `first_in_flight`, and no batch has claimed it. Clean victims are no
+        longer resident. Dirty ones are until `evict`; if that is not called, they stay and may be chosen again. Raises
+        ValueError if there are too few slots; resident keys of the batch may count as used then.
+        """
+        arguments = self._keys(offsets, keys)
+        slots, missing, num_missing = torch.empty_like(keys), torch.empty_like(keys), c_int64()
+        records, room = self._room(len(keys))
+        _check_number("batch", batch)
+        _check_number("first_in_flight", first_in_flight)
+        call(
+            "slots_admit",
+            *arguments,
+            batch,
+            first_in_flight,
+            pointer(slots),
+            pointer(missing),
+            byref(num_missing),
+            byref(room),
+        )
+        return Admission(slots, missing[: num_missing.value], _cut(records))
+
+    def evict(self, slots: Tensor) -> None:
+        """Ends the stay of dirty victims, whose records are in the store now. Their slots belong to the admission."""
+        call("slots_evict", *self._list(slots))
+
+    def fill(self, offsets: Tensor, keys: Tensor, slots: Tensor, is_stored: Tensor, batch: int) -> None:
+        """Makes missing keys resident in slots of an admission, which hold their records now.
+
+        is_stored: bool, False if the record is the initial one. batch: it has used the slots.
+        """
+        arguments = self._keys(offsets, keys)
+        check_values("slots", slots, torch.int64, len(keys))
+        check_values("is_stored", is_stored, torch.bool, len(keys))
+        _check_number("batch", batch)
+        call("slots_fill", *arguments, pointer(slots), pointer(is_stored), batch)
+
+    def release(self, slots: Tensor) -> None:
+        """Frees slots of an admission that were not filled."""
+        call("slots_release", *self._list(slots))
+
+    def claim(self, slots: Tensor) -> Tensor:
+        """Claims the keys of a batch that do not exist. Returns for each table the number of keys that exist but are
+        not stored, plus those that are claimed. Every batch claims its slots once, and settles them."""
+        num_rows = torch.empty(self._num_tables, dtype=torch.int64)
+        call("slots_claim", *self._list(slots), pointer(num_rows))
+        return num_rows
+
+    def settle(self, slots: Tensor, step: int | None) -> None:
+        """Notes the outcome of a batch. `step`: it was applied, its slots are dirty and its keys exist. None: it was
+        not; its claims are dropped."""
+        if step is not None:
+            check_step(step)
+        call("slots_settle", *self._list(slots), -1 if step is None else step)
+
+    def dirty(self) -> SlotRecords:
+        """Returns all dirty slots, ascending within a table."""
+        while True:
+            records, room = self._room(self._counts().num_dirty)
+            try:
+                call("slots_dirty", self._slots, byref(room))
+            except TableChangedError:  # another thread settled a batch meanwhile
+                continue
+            return _cut(records)
+
+    def clean(self, slots: Tensor) -> None:
+        """Notes that the records of dirty slots are in the store now."""
+        call("slots_clean", *self._list(slots))
+
+    def clear(self) -> None:
+        """Forgets all keys and the number of the last batch. All slots are free."""
+        call("slots_clear", self._slots)
+
+    def _counts(self) -> NativeSlotCounts:
+        counts = NativeSlotCounts()
+        call("slots_counts", self._slots, byref(counts))
+        return counts
+
+    def _keys(self, offsets: Tensor, keys: Tensor) -> tuple[c_void_p, int | None, int | None, int]:
+        check_values("offsets", offsets, torch.int64, self._num_tables + 1)
+        check_values("keys", keys, torch.int64)
+        return self._slots, pointer(offsets), pointer(keys), len(keys)
+
+    def _list(self, slots: Tensor) -> tuple[c_void_p, int | None, int]:
+        check_values("slots", slots, torch.int64)
+        return self._slots, pointer(slots), len(slots)
+
+    def _room(self, capacity: int) -> tuple[SlotRecords, NativeSlotRecords]:
+        """Returns room for slots, as tensors and as the native library takes it."""
+        slots, keys, steps = (torch.empty(capacity, dtype=torch.int64) for _ in range(3))
+        offsets = torch.empty(self._num_tables + 1, dtype=torch.int64)
+        native = NativeSlotRecords(pointer(slots), pointer(keys), pointer(steps), pointer(offsets), capacity)
+        return SlotRecords(slots, keys, steps, offsets), native
+
+
+def _check_number(what: str, number: int) -> None:
+    """Refuses what is not an integer of 64 bits. Native code checks its range."""
+    check_integer(what, number, -(2**63), 2**63 - 1)
+
+
+def _cut(records: SlotRecords) -> SlotRecords:
+    """Returns the records that were written."""
+    written = slice(int(records.offsets[-1]))
+    return SlotRecords(records.slots[written], records.keys[written], records.steps[written], records.offsets)
