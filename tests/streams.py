@@ -29,3 +29,14 @@ def key_streams() -> dict[str, list[Tensor]]:
         "random": _random(8, 60, 200, seed=3),
         "sparse_random": _random(8, 60, 2**40, seed=4),
     }
+
+
+def pool_streams() -> dict[str, list[Tensor]]:
+    """Returns streams that are hard on a row pool."""
+    return {
+        "period_3": _batches(*[range(0, 20), range(20, 40), range(40, 60)] * 3),
+        "thrash": _batches(*[range(first, first + 30) for first in (0, 20, 40, 0, 20, 40, 0)]),
+        # Keys 0 to 9 leave when the third batch comes, and return with the fourth.
+        "returning": _batches(range(20), range(20, 40), range(40, 60), [*range(10), *range(60, 70)], range(20, 40)),
+        "growing": _batches(*[range(0, 10 * size) for size in (1, 2, 4, 3, 6, 1, 5)]),
+    }

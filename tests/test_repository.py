@@ -94,9 +94,10 @@ def test_every_line_of_exactness_has_its_test() -> None:
     from nestpipe.pipelining.schedule import SCHEDULES
 
     rows = re.findall(
-        r"^\| ([EI]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/. ]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M
+        r"^\| ([EIR]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/. ]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M
     )
-    assert [line for line, *_ in rows] == [*(f"E{i}" for i in range(1, 5)), *(f"I{i}" for i in range(1, 16))]
+    numbers = {"E": 4, "I": 15, "R": 10}
+    assert [line for line, *_ in rows] == [f"{kind}{i + 1}" for kind, most in numbers.items() for i in range(most)]
     for line, schedules, file in rows:
         if set(schedules.split(", ")) & set(SCHEDULES):
             assert (ROOT / file).exists(), f"{line} needs {file} for {schedules}"

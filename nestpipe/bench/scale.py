@@ -25,7 +25,7 @@ from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
 from nestpipe.embedding.group import FeatureGroups, group_features
 from nestpipe.embedding.memory import memory_on
-from nestpipe.embedding.resident import RecordMemory
+from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.table import Feature, Pooled, Table
 
 DIM = 64
@@ -133,10 +133,11 @@ class Rank:
         route = self._exchange.route(keys, features)
         assert route is not None
         owned = route.owner_dedups[0]
-        assert 2 * len(owned.keys) == len(owned.slots), "every owned key is asked for by two ranks"
-        self._resident = [RecordMemory(self._memory).reserve(group) for group in route.owner_dedups]
-        for rows in self._resident:
-            rows.records.normal_()
+        assert 2 * len(owned.keys) == len(owned.key_index), "every owned key is asked for by two ranks"
+        self._resident = [
+            ResidentRows(o.group, o.keys, o.table_offsets, torch.randn(len(o.keys), o.group.num_columns))
+            for o in route.owner_dedups
+        ]
         sizes = [keys.groups[0].num_rows(i) for i in range(case.num_micro_batches)]
         self._gradients = [torch.randn(size, DIM) for size in sizes]
 

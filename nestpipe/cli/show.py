@@ -101,6 +101,9 @@ def _show_memory(summary: Summary, console: Console) -> None:
     rows.append(_memory_row("all tables", total))
     console.print(_table(None, ("table", "rows", "row MB", "state MB", "overhead MB"), rows))
     console.print(f"peak memory of a rank {summary['peak_rss_bytes'] / 1e6:,.0f} MB", highlight=False)
+    if summary["resident_bytes"] > 0:
+        text = f"row pool of a rank {summary['resident_bytes'] / 1e6:,.2f} MB, {summary['resident_rows']:,.0f} rows"
+        console.print(f"{text}; {summary['hit_rate']:.1%} of a batch's rows were resident already", highlight=False)
     if summary["device_memory"] is not None:
         _show_device_memory(summary["device_memory"], console)
 

@@ -26,11 +26,14 @@ class Tally:
         """Largest number of bytes held since `start`."""
         self._held: dict[Key, int] = {}
         self._num_bytes = 0
+        self._arrays: dict[int, tuple[torch.device, int]] = {}
+        """Bytes of arrays that grow, whether the tally is stopped or not."""
         self._lock = threading.RLock()  # reentrant: a finalizer may run in the middle of `add`, in the same thread
 
     def start(self, device: torch.device) -> None:
         with self._lock:
-            self.device, self.peak_bytes = device, self._num_bytes
+            self.device = device
+            self.peak_bytes = self._total()
 
     def stop(self) -> None:
         self.device = None
@@ -61,8 +64,19 @@ class Tally:
                 return
             self._held[key] = num_bytes
             self._num_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._total())
             weakref.finalize(storage, self._forget, key).atexit = False
+
+    def resize(self, owner: object, device: torch.device, num_bytes: int) -> None:
+        """Sets the bytes that an array holds, from now until it is freed. It counts even if the tally starts later."""
+        with self._lock:
+            if id(owner) not in self._arrays:
+                weakref.finalize(owner, self._arrays.pop, id(owner), None).atexit = False
+            self._arrays[id(owner)] = device, num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._total())
+
+    def _total(self) -> int:
+        return self._num_bytes + sum(size for device, size in self._arrays.values() if device == self.device)
 
     def _forget(self, key: Key) -> None:
         with self._lock:

@@ -67,6 +67,8 @@ class World:
         self.runs_ahead = is_accelerator(self.device)
         """True if the host runs ahead of the device, so that results are known later than they are launched."""
         self.backend = backend
+        self.num_sharing_device = 1 if backend == "nccl" else size
+        """Ranks that share this rank's device; an upper bound if they were not started by from_environment."""
         if size > 1 and link is None:
             link = _link(rank, size, timeout_seconds, stall_seconds)
         self._link = link
@@ -109,8 +111,11 @@ class World:
         else:
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
             link = _link(rank, size, timeout_seconds, stall_seconds)
-            chosen = choose_backend(backend, link.gather(device_place(own_device)))
+            places = link.gather(device_place(own_device))
+            chosen = choose_backend(backend, places)
             world = World(rank, size, timeout_seconds, own_device, chosen, link=link)
+            if places[rank]:
+                world.num_sharing_device = places.count(places[rank])
             _environment_world = ref(world)
         if device is None:
             _print_once(world)

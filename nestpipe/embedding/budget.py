@@ -1,7 +1,8 @@
 """The device memory that the embedding part of a rank needs for a batch: a formula, known before a row is retrieved.
 
-    records     2 x 1.25 x owned keys x (row + row state)      of the batch in training and of the next one
-    lists       batches under way x (positions, occurrences, inputs, plans), and 3 x 2 slots of each owned key
+    records     slots x (row + row state)                      of the row pool, or of the batch in training
+    stretches   records on their way to and from the host store
+    lists       batches under way x (positions, occurrences, inputs, plans), and the slots of owned keys
     kept_rows   distinct keys x row                            kept by a requester
     rows        keys of a micro-batch x row                    of all micro-batches whose rows are sent ahead
     gradients   of those rows; summed by the requester; at the owner for each requester; their sum
@@ -19,12 +20,14 @@ from torch import Tensor
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.budget_window import widest
+from nestpipe.embedding.host_link import STRETCH_BYTES
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Plan
 from nestpipe.embedding.route import Route
 
 MEANINGS = {
-    "records": "2 x 1.25 x owned keys x (row + row state)",
+    "records": "slots x (row + row state)",
+    "stretches": "records on their way to and from the host store",
     "lists": "of each batch under way: positions, occurrences, inputs, plans",
     "kept_rows": "distinct keys x row, kept by the requester",
     "rows": "keys of each micro-batch whose rows are sent ahead x row",
@@ -43,13 +46,14 @@ class DeviceBytes:
     """Bytes that one rank needs. The module's docstring explains each term."""
 
     records: int = 0
+    stretches: int = 0
     lists: int = 0
     kept_rows: int = 0
     rows: int = 0
     gradients: int = 0
     messages: int = 0
     staging: int = 0
-    """Pinned host memory: mirrors of the records, and messages if they are in host memory."""
+    """Pinned host memory: records on their way, and messages if they are in host memory."""
 
     @property
     def terms(self) -> Mapping[str, int]:
@@ -65,7 +69,7 @@ class DeviceBytes:
 
 
 class DeviceBudget:
-    """Compares the needs of each batch with a budget. Arrays of records never shrink, so it keeps their sizes."""
+    """Compares the needs of each batch with a budget."""
 
     def __init__(
         self, budget_bytes: int, memory: Memory, *, is_windowed: bool, is_overlapping: bool, is_staged: bool
@@ -79,9 +83,7 @@ class DeviceBudget:
         self._is_windowed = is_windowed
         self._is_overlapping = is_overlapping
         self._is_staged = is_staged
-        self._has_mirrors = memory.has_mirrors
-        self._num_slots: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """Slots of each group's records, for even and for odd batches."""
+        self._is_host = memory.is_host
         self._is_ended = False
         embedding_memory.start(memory.device)
 
@@ -92,18 +94,24 @@ class DeviceBudget:
             self.peak_bytes = embedding_memory.peak_bytes
             embedding_memory.stop()
 
-    def error(self, number: int, route: Route, plan: Plan | None) -> ValueError | None:
-        """Returns an error if this batch, the number-th, does not fit; else None."""
+    @property
+    def most_record_bytes(self) -> int:
+        """Returns the bytes that records may have next to the largest batch so far."""
+        return self.budget_bytes - (self.largest.total - self.largest.records)
+
+    def error(self, route: Route, plan: Plan | None, record_bytes: int) -> ValueError | None:
+        """Returns an error if a batch does not fit; else None. record_bytes: memory of all slots."""
         window = widest(route, plan, self._is_windowed, self._is_staged)
-        records = self._records(number, route)
+        stretches = self._stretches(route)
         needed = DeviceBytes(
-            records=records,
+            records=record_bytes,
+            stretches=0 if self._is_host else stretches,
             lists=self._lists(route, plan),
             kept_rows=window.kept_rows,
             rows=window.rows,
             gradients=window.gradients,
             messages=window.messages,
-            staging=window.in_host + (records if self._has_mirrors else 0),
+            staging=window.in_host + (0 if self._is_host else 2 * stretches),
         )
         if needed.total > self.budget_bytes:
             return ValueError(self._refusal(needed, route))
@@ -119,28 +127,23 @@ class DeviceBudget:
             f"memory.device_budget_bytes, {megabytes(self.budget_bytes)} MB: {needed}. It was not trained. {REMEDY}"
         )
 
-    def _records(self, number: int, route: Route) -> int:
-        """Returns the bytes that RecordMemory allocates. An array that became too small lives until the previous batch
-        was written back."""
-        slots, other_slots = self._num_slots[number % 2], self._num_slots[1 - number % 2]
-        total = 0
-        for g, dedup in enumerate(route.owner_dedups):
-            num_keys, before = len(dedup.keys), slots.get(g, 0)
-            if num_keys > before:
-                slots[g] = num_keys + num_keys // 4
-            replaced = before if num_keys > before else 0
-            current = slots.get(g, 0)
-            total += (current + max(current, other_slots.get(g, 0)) + replaced) * dedup.group.record_bytes
-        return total
+    def _stretches(self, route: Route) -> int:
+        """Returns the bytes of one stretch in each direction, of the group that needs most."""
+        sizes = [len(dedup.keys) * dedup.group.record_bytes for dedup in route.owner_dedups]
+        return 2 * min(STRETCH_BYTES, max(sizes, default=0))
 
     def _lists(self, route: Route, plan: Plan | None) -> int:
         """Returns the bytes of the lists of this batch and the previous one. Overlapping schedules have three more: the
-        batch before those, which is freed when its successor was written back, and the two that follow. They also
-        have the slots of the overlaps between neighbours."""
+        batch before those, which is freed when its successor was written back, and the two that follow. All but the
+        last also have the slots of their keys, and the batch in training those of the rows that it sends."""
         batch_bytes = _tensor_bytes(route.batch) + (_tensor_bytes(plan) if plan is not None else 0)
         if not self._is_overlapping:
             return 2 * batch_bytes
-        return 5 * batch_bytes + 3 * 2 * 8 * sum(len(dedup.keys) for dedup in route.owner_dedups)
+        num_slots = 4 * sum(len(dedup.keys) for dedup in route.owner_dedups)
+        num_sent = sum(len(group.rows_out.places) for group in plan.groups) if plan is not None else 0
+        if plan is None and route.batch.num_micro_batches > 1:
+            num_sent = sum(len(group.row_positions) for group in route.batch.groups)
+        return 5 * batch_bytes + 8 * (num_slots + num_sent)
 
 
 def megabytes(num_bytes: float) -> str:

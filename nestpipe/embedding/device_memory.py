@@ -1,27 +1,25 @@
 """Rows in device memory: handled by kernels, and copied through pinned host memory to and from the host store.
 
-Records have a mirror, pinned host memory of the same shape. They are copied a stretch of slots at a time, while the
-host store works on the next stretch. A stretch is copied whole, including slots that were not chosen. A record begins
-at a multiple of 16 bytes, which a device reads at once.
+A record begins at a multiple of 16 bytes, which a device reads at once.
 
 If ranks share a device, messages are in pinned host memory too. Kernels read and write them there, because copies would
 queue behind those of records.
 """
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark, mark
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import ALIGNMENT, OfTensors, host_empty, uploaded
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import with_occurrences
-from nestpipe.embedding.group import FeatureGroups
-from nestpipe.embedding.memory import HostCall
-from nestpipe.embedding.optim import RowOptimizer
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.host_link import HostLink
+from nestpipe.embedding.memory import HostCall, update_records
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
 from nestpipe.kernels.rows.pinned import keep_alive_until
@@ -29,32 +27,25 @@ from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 T = TypeVar("T", bound=OfTensors)
 
-STRETCH_BYTES = 64 << 20
-"""Bytes of records that are copied at a time: enough work for all threads of the host store."""
-
 
 class DeviceMemory:
     """See Memory. Calls enqueue work in the calling thread's stream."""
 
-    has_mirrors = True
+    is_host = False
 
     def __init__(self, device: torch.device, is_staged: bool) -> None:
         self.device = device
         self._is_staged = is_staged
+        self._link = HostLink(device)
 
     def empty_rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         rows = torch.empty(num_rows, dim, dtype=dtype, device=self.device)
         embedding_memory.add(rows)
         return rows
 
-    def empty_records(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def new_records(self, num_columns: int, dtype: torch.dtype) -> GrowingArray:
         aligned = ALIGNMENT // dtype.itemsize
-        shape = (num_slots, -(-num_columns // aligned) * aligned)
-        records = torch.empty(shape, dtype=dtype, device=self.device)
-        mirror = host_empty(shape, dtype, self.device)
-        for array in (records, mirror):
-            array[:, num_columns:] = 0
-        return records, mirror
+        return GrowingArray(-(-num_columns // aligned) * aligned, dtype, self.device)
 
     def upload(self, value: T) -> T:
         return uploaded(value, self.device)
@@ -62,22 +53,16 @@ class DeviceMemory:
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         return uploaded(with_occurrences(features, batch), self.device)
 
-    def fill_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, gather: HostCall) -> None:
-        assert mirror is not None
-        for stretch, chosen in _stretches(records, slots):
-            gather(mirror, stretch, chosen)
-            records[stretch].copy_(mirror[stretch], non_blocking=True)
+    def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
+        self._link.swap(records, _NONE, _no_call, slots, gather)
 
-    def drain_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, scatter: HostCall) -> None:
-        assert mirror is not None
-        travelling = []
-        for stretch, chosen in _stretches(records, slots):
-            mirror[stretch].copy_(records[stretch], non_blocking=True)
-            travelling.append((mark(self.device), stretch, chosen))
-        for moment, stretch, chosen in travelling:
-            if moment is not None:
-                moment.synchronize()
-            scatter(mirror, stretch, chosen)
+    def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
+        self._link.swap(records, slots, scatter, _NONE, _no_call)
+
+    def swap_records(
+        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
+    ) -> None:
+        self._link.swap(records, leaving, scatter, arriving, gather)
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         row_kernels.copy_rows(source, from_places, target, to_places)
@@ -108,14 +93,14 @@ class DeviceMemory:
 
     def update(
         self,
-        optimizer: RowOptimizer,
-        rows: Tensor,
-        state: Tensor,
+        group: TableGroup,
+        records: Tensor,
+        slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
     ) -> None:
-        optimizer.apply(rows, state, gradient, step, is_masked)
+        update_records(self, group, records, slots, gradient, step, is_masked)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         if self._is_staged:
@@ -155,15 +140,8 @@ def _in_units(message: Tensor, places: Tensor | None, like: Tensor, num_rows: in
     return elements.as_strided((num_places, dim), (step, 1)), places
 
 
-def _stretches(records: Tensor, slots: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yields ascending slots a stretch at a time: the range from its first to its last slot, and the chosen slots in it
-    or None for all of it. slots: None for all."""
-    num_slots = max(1, STRETCH_BYTES // (records.stride(0) * records.itemsize))
-    num_chosen = len(records) if slots is None else len(slots)
-    for first in range(0, num_chosen, num_slots):
-        end = min(first + num_slots, num_chosen)
-        if slots is None:
-            yield slice(first, end), None
-            continue
-        stretch = slice(int(slots[first]), int(slots[end - 1]) + 1)
-        yield stretch, None if stretch.stop - stretch.start == end - first else slots[first:end]
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def _no_call(records: Tensor, stretch: slice, places: Tensor | None) -> None:
+    raise AssertionError("there are no records to copy")

@@ -5,13 +5,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.group import FeatureGroups
-from nestpipe.embedding.memory import HostCall
-from nestpipe.embedding.optim import RowOptimizer
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.memory import HostCall, update_records
 from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
 from nestpipe.kernels.rows.segments import Segments
@@ -24,15 +24,15 @@ class HostMemory:
     """See Memory. Bulk calls use as many threads as torch does."""
 
     device = torch.device("cpu")
-    has_mirrors = False
+    is_host = True
 
     def empty_rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         rows = recycled.empty((num_rows, dim), dtype)
         embedding_memory.add(rows)
         return rows
 
-    def empty_records(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return torch.empty(num_slots, num_columns, dtype=dtype), None
+    def new_records(self, num_columns: int, dtype: torch.dtype) -> GrowingArray:
+        return GrowingArray(num_columns, dtype, self.device)
 
     def upload(self, value: T) -> T:
         return value
@@ -40,11 +40,19 @@ class HostMemory:
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         return batch
 
-    def fill_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, gather: HostCall) -> None:
-        gather(records, slice(0, len(records)), slots)
+    def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
+        gather(records, slice(0, len(records if slots is None else slots)), slots)
 
-    def drain_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, scatter: HostCall) -> None:
-        scatter(records, slice(0, len(records)), slots)
+    def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
+        scatter(records, slice(0, len(records if slots is None else slots)), slots)
+
+    def swap_records(
+        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
+    ) -> None:
+        if len(leaving) > 0:
+            self.drain_records(records, leaving, scatter)
+        if len(arriving) > 0:
+            self.fill_records(records, arriving, gather)
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         row_ops.copy_rows(source, from_places, target, to_places, torch.get_num_threads())
@@ -76,14 +84,14 @@ class HostMemory:
 
     def update(
         self,
-        optimizer: RowOptimizer,
-        rows: Tensor,
-        state: Tensor,
+        group: TableGroup,
+        records: Tensor,
+        slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
     ) -> None:
-        optimizer.apply(rows, state, gradient, step)
+        update_records(self, group, records, slots, gradient, step, None)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         message = recycled.empty((num_bytes,), torch.uint8)

@@ -10,31 +10,32 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark, is_accelerator
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.group import FeatureGroups
-from nestpipe.embedding.optim import RowOptimizer
+from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.kernels.rows.segments import Segments
 
 T = TypeVar("T", bound=OfTensors)
 
 HostCall = Callable[[Tensor, slice, Tensor | None], None]
-"""Function of an array of records in host memory, a range of its slots, and the chosen slots or None for all."""
+"""Function of an array of records in host memory, a stretch of a list of slots, and the places of their records in the
+array, None for all its rows in order."""
 
 
 class Memory(Protocol):
     """Memory of one kind. Places are row indices, distinct within a call; None stands for all rows, in order."""
 
     device: torch.device
-    has_mirrors: bool
-    """True if records pass through a mirror, pinned host memory of the same shape."""
+    is_host: bool
+    """True if it is host memory, which needs no copies to and from the host store."""
 
     def empty_rows(self, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         """Returns uninitialised rows."""
 
-    def empty_records(self, num_slots: int, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Returns uninitialised records, and their mirror if they have one."""
+    def new_records(self, num_columns: int, dtype: torch.dtype) -> GrowingArray:
+        """Returns an array of records, without slots yet."""
 
     def upload(self, value: T) -> T:
         """Returns a value with all its tensors in this memory."""
@@ -42,11 +43,17 @@ class Memory(Protocol):
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         """Returns a batch with the model's inputs and the row index in this memory. Keys stay in host memory."""
 
-    def fill_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, gather: HostCall) -> None:
-        """Fills slots from the host store; `gather` writes to host memory."""
+    def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
+        """Fills slots from the host store; `gather` writes to host memory. slots: in host memory; None for all."""
 
-    def drain_records(self, records: Tensor, mirror: Tensor | None, slots: Tensor | None, scatter: HostCall) -> None:
+    def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
         """Writes slots to the host store; `scatter` reads from host memory."""
+
+    def swap_records(
+        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
+    ) -> None:
+        """Writes slots to the host store and fills slots from it, both at once. `arriving` may have slots of `leaving`,
+        in the same order at its end: such a slot is filled after its record was written."""
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         """Copies rows: target[to_places] = source[from_places]."""
@@ -76,14 +83,15 @@ class Memory(Protocol):
 
     def update(
         self,
-        optimizer: RowOptimizer,
-        rows: Tensor,
-        state: Tensor,
+        group: TableGroup,
+        records: Tensor,
+        slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
     ) -> None:
-        """Applies a row optimizer in place, unless `is_masked`, a bool on the device, is true."""
+        """Applies the group's row optimizer to slots, None for all, unless `is_masked`, a bool on the device, is
+        true."""
 
     def empty_message(self, num_bytes: int) -> Tensor:
         """Returns uninitialised memory for a message that a channel can send or receive."""
@@ -112,3 +120,23 @@ def memory_on(device: torch.device, *, is_staged: bool = False) -> Memory:
     from nestpipe.embedding.host_memory import HostMemory
 
     return HostMemory()
+
+
+def update_records(
+    memory: Memory,
+    group: TableGroup,
+    records: Tensor,
+    slots: Tensor | None,
+    gradient: Tensor,
+    step: int,
+    is_masked: Tensor | None,
+) -> None:
+    """Applies the row optimizer of a group. One that needs dense arrays gets a copy of the slots."""
+    optimizer, dim, end = group.optimizer, group.dim, group.num_columns
+    if slots is None or optimizer.takes_slots(is_on_device=is_masked is not None):
+        optimizer.apply(records[:, :dim], records[:, dim:end], gradient, step, is_masked, slots)
+        return
+    dense = memory.empty_rows(len(slots), records.shape[1], group.dtype)
+    memory.copy_rows(records, slots, dense, None)
+    optimizer.apply(dense[:, :dim], dense[:, dim:end], gradient, step, is_masked)
+    memory.copy_rows(dense, None, records, slots)

@@ -87,14 +87,14 @@ class GroupPlan:
     rows_in: TravelList
     """Requester: positions whose rows arrive; with one micro-batch, its rows."""
     rows_out: TravelList
-    """Owner: slots whose rows are sent."""
+    """Owner: indices of the owned keys whose rows are sent."""
     gradients_out: TravelList
     """Requester: positions whose gradients are sent; with one micro-batch, its rows."""
     gradients_in: TravelList
     """Owner: entries whose gradients arrive."""
     num_entries: int
     sums: Segments
-    """Entries of each slot, in order of requester."""
+    """Entries of each owned key, in order of requester."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "GroupPlan":
         return replace(
@@ -170,20 +170,20 @@ def _group_plan(dedup: RequesterDedup, owner: OwnerDedup, num_parts: int, window
         rows[dedup.row_positions] = torch.arange(len(rows))
         rows_in, gradients_out = rows_in.select(rows), gradients_out.select(rows)
     entries_out, gradients_in = _lists(owner.group, owner.uses, num_parts, window, owner.entry_counts, rank)
-    order, offsets = _entries_by_slot(owner)
+    order, offsets = _entries_by_key(owner)
     return GroupPlan(
         group=dedup.group,
         rows_in=rows_in,
-        rows_out=entries_out.select(owner.slots),
+        rows_out=entries_out.select(owner.key_index),
         gradients_out=gradients_out,
         gradients_in=gradients_in,
-        num_entries=len(owner.slots),
+        num_entries=len(owner.key_index),
         sums=make_segments(order, offsets),
     )
 
 
-def _entries_by_slot(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
-    offsets, _, entries = group_by_row(dedup.slots, None, len(dedup.keys), with_occurrences=False)
+def _entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
+    offsets, _, entries = group_by_row(dedup.key_index, None, len(dedup.keys), with_occurrences=False)
     return entries, offsets
 
 

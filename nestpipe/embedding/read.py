@@ -8,13 +8,13 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import Channel
+from nestpipe.embedding.batch_rows import BatchRows
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange import Exchange, make_exchange
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import FeatureGroups, group_features
 from nestpipe.embedding.memory import memory_on
-from nestpipe.embedding.resident import RecordMemory, retrieve_rows
 from nestpipe.embedding.route import Route
 from nestpipe.embedding.table import Feature
 from nestpipe.store import Store
@@ -45,8 +45,9 @@ class Reading:
         self._features = features
         self._batch = memory_on(device).upload_batch(features, route.batch)
         self._device = device
-        resident = retrieve_rows(route.owner_dedups, store, RecordMemory(HOST))
-        self.num_untrained_keys = sum(len(rows.is_stored) - int(rows.is_stored.sum()) for rows in resident)
+        rows = BatchRows(store, HOST)
+        resident = rows.retrieve(route.owner_dedups).groups
+        self.num_untrained_keys = rows.num_unstored_keys
         """Distinct keys of the global batch that this rank owns and that were never trained."""
         self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 

@@ -1,210 +1,147 @@
-"""Resident rows: the owned rows of a batch, in the memory where they are trained.
+"""Resident rows: the records of a batch's owned keys, in the memory where they are trained.
 
-Each of two consecutive batches has its own resident rows. Records of keys that are in both, the overlap, are copied
-from one to the other: they are neither written back after one batch nor retrieved from the host store for the next.
+Two classes make rows resident. BatchRows (batch_rows.py) keeps nothing between batches. RowPool (row_pool.py) keeps
+rows in their slots as long as there is room.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.route import OwnerDedup
-from nestpipe.store import Store, Writer, match_tables, unique
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The keys of one group that a batch shares with the previous batch."""
-
-    previous_slots: Tensor
-    """Slots in the previous batch."""
-    slots: Tensor
-    """Slots of the same keys in this batch, ascending."""
-    on_device: tuple[Tensor, Tensor]
-    """`previous_slots` and `slots`, copied to the memory of the rows."""
+from nestpipe.store import Store, Writer
 
 
 @dataclass
 class ResidentRows:
-    """One group of a batch. Slot i has the record of the i-th owned key; the slots of a table are contiguous."""
+    """The owned keys of one group of a batch, and the slots that hold their records."""
 
     group: TableGroup
     keys: Tensor
     table_offsets: Tensor
-    """[tables + 1] first slot of each table."""
+    """[tables + 1] first key of each table."""
     records: Tensor
-    """[slots, columns]; on a device there may be columns of zeros behind a record."""
-    is_stored: Tensor
-    """[slots] True if the key has been trained before."""
-    mirror: Tensor | None = None
-    """Pinned host memory of the same shape, for records on a device."""
+    """[slots, columns] records of all slots; there may be columns of padding behind a record."""
+    slots: Tensor | None = None
+    """[keys] slot of each key, in the memory of the records; None if key i has slot i."""
+    host_slots: Tensor | None = None
+    """`slots` in host memory."""
     shown: Tensor | None = None
-    """Rows that the model sees instead of those in `records`, for experiments with stale rows."""
+    """[keys, dim] rows that the model sees instead of those in `records`, for experiments with stale rows."""
+
+    def sent_from(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the array of rows that requesters get, and the place of each key in it, None if it is the key's
+        index. The rows do not change from the first one sent to the last gradient returned."""
+        if self.shown is not None:
+            return self.shown, None
+        return self.records[:, : self.group.dim], self.slots
+
+    def copied(self, memory: Memory) -> Tensor:
+        """Returns a copy of the records, in order of the keys: [keys, columns]."""
+        copy = memory.empty_rows(len(self.keys), self.records.shape[1], self.group.dtype)
+        memory.copy_rows(self.records if self.slots is not None else self.records[: len(copy)], self.slots, copy, None)
+        return copy[:, : self.group.num_columns]
+
+
+@dataclass
+class ResidentBatch:
+    """A batch whose owned rows are resident."""
+
+    groups: list[ResidentRows]
+    number: int = 0
+    """Number of the batch in the life of its pool."""
+    num_retrieved_bytes: int = 0
+    """Bytes read from the host store."""
+    num_retrieved_keys: int = 0
+    num_written_bytes: int = 0
+    """Bytes written to the host store to make room for this batch or, without a pool, after it."""
+    new_rows: list[Tensor] = field(default_factory=list)
+    """[tables] rows of each group that the store does not have, and would have after the batches in flight."""
 
     @property
-    def rows(self) -> Tensor:
-        return self.records[:, : self.group.dim]
-
-    @property
-    def state(self) -> Tensor:
-        return self.records[:, self.group.dim : self.group.num_columns]
-
-    @property
-    def frozen_rows(self) -> Tensor:
-        """Returns the rows that requesters get, from the first row sent to the last gradient returned."""
-        return self.rows if self.shown is None else self.shown
-
-    def offsets_of(self, stretch: slice, slots: Tensor | None) -> Tensor:
-        """Returns the offsets of the tables among these slots, or in the whole stretch."""
-        if slots is None:
-            offsets: Tensor = self.table_offsets.clamp(stretch.start, stretch.stop) - stretch.start
-            return offsets
-        return torch.from_numpy(np.searchsorted(slots.numpy(), self.table_offsets.numpy()))
-
-
-class RecordMemory:
-    """Memory for the records of one batch, reused for the batch after the next: new memory costs page faults, and
-    pinned memory even more."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self._arrays: dict[str, tuple[Tensor, Tensor | None]] = {}
-
-    def reserve(self, dedup: OwnerDedup) -> ResidentRows:
-        """Returns slots for these keys, with uninitialised records."""
-        group, num_slots = dedup.group, len(dedup.keys)
-        records, mirror = self._arrays.get(group.names[0], (None, None))
-        if records is None or len(records) < num_slots:
-            records, mirror = self.memory.empty_records(num_slots + num_slots // 4, group.num_columns, group.dtype)
-            self._arrays[group.names[0]] = (records, mirror)
-            embedding_memory.add(records)
-        is_stored = torch.ones(num_slots, dtype=torch.bool)
-        mirrored = None if mirror is None else mirror[:num_slots]
-        return ResidentRows(group, dedup.keys, dedup.table_offsets, records[:num_slots], is_stored, mirrored)
-
-
-def find_overlap(previous: Sequence[OwnerDedup], current: Sequence[OwnerDedup], memory: Memory) -> list[Overlap]:
-    """Finds the keys that two consecutive batches share, by group."""
-    pairs = [_shared_slots(before, after) for before, after in zip(previous, current, strict=True)]
-    uploaded = memory.upload(_Slots([slots for pair in pairs for slots in pair])).slots
-    on_device = zip(uploaded[::2], uploaded[1::2], strict=True)
-    return [Overlap(*pair, uploaded_pair) for pair, uploaded_pair in zip(pairs, on_device, strict=True)]
+    def num_keys(self) -> int:
+        return sum(len(rows.keys) for rows in self.groups)
 
 
 @dataclass(frozen=True)
-class _Slots:
-    slots: list[Tensor]
+class Growth:
+    """Slots that each group needs before a batch can become resident."""
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_Slots":
-        return _Slots([function(slots) for slots in self.slots])
-
-
-def _shared_slots(before: OwnerDedup, after: OwnerDedup) -> tuple[Tensor, Tensor]:
-    previous_slots = match_tables(before.keys, before.table_offsets, after.keys, after.table_offsets)
-    slots = (previous_slots >= 0).nonzero().flatten()
-    return previous_slots[slots], slots
+    num_slots: tuple[int, ...]
+    num_bytes: int
+    """Memory of all slots of this rank, including those that it may take later."""
+    error: ValueError | None = None
+    """Reason to refuse the batch."""
 
 
-def retrieve_rows(
-    dedups: Sequence[OwnerDedup], store: Store, arrays: RecordMemory, overlap: Sequence[Overlap] | None = None
-) -> list[ResidentRows]:
-    """Makes the rows of a batch resident. Creates no key in the store: a missing key gets its initial record.
+class Residence(Protocol):
+    """Makes the owned rows of batches resident, and brings them back to the host store.
 
-    Slots of the overlap are not filled: sync_overlap does that.
+    growth and grow are called by the route's lane, the others by the host lane, or by any thread when the lanes rest.
     """
-    overlaps = overlap if overlap is not None else [None] * len(dedups)
-    return [_retrieve(dedup, store, arrays, shared) for dedup, shared in zip(dedups, overlaps, strict=True)]
+
+    @property
+    def is_limited(self) -> bool:
+        """Returns whether a batch may be refused: all ranks then agree on it."""
+
+    def open(self, writer: Writer | Store) -> None:
+        """Begins a run, which alone writes to the store, by this writer."""
+
+    def close(self) -> None:
+        """Ends a run."""
+
+    def growth(self, previous: Sequence[OwnerDedup] | None, current: Sequence[OwnerDedup]) -> Growth:
+        """Returns the slots that a batch needs next to those of the previous batch, if that one is trained."""
+
+    def grow(self, growth: Growth) -> None: ...
+
+    def retrieve(self, dedups: Sequence[OwnerDedup]) -> ResidentBatch:
+        """Makes the rows of a batch resident. Creates no key in the store: a missing key has its initial record."""
+
+    def room_error(self, batch: ResidentBatch) -> Exception | None:
+        """Returns the reason why this rank cannot apply the batch: a table would have too many rows, for example."""
+
+    def settle(self, batch: ResidentBatch, step: int | None) -> None:
+        """Takes note that `step` has changed the batch's rows; None if the batch was not applied, and never will be."""
+
+    def expand(self, most_bytes: int | None) -> None:
+        """Uses memory that the first step has left free. most_bytes: limit by the device's budget."""
+
+    def flush(self) -> None:
+        """Writes every record that is newer than its copy in the host store."""
+
+    def forget(self) -> None:
+        """Gives all rows up, without writing them."""
 
 
-def _retrieve(dedup: OwnerDedup, store: Store, arrays: RecordMemory, overlap: Overlap | None) -> ResidentRows:
-    resident, names = arrays.reserve(dedup), dedup.group.names
-    slots = None if overlap is None or len(overlap.slots) == 0 else _all_but(overlap.slots, len(dedup.keys))
-
-    def gather(array: Tensor, stretch: slice, chosen: Tensor | None) -> None:
-        array, offsets = array[:, : dedup.group.num_columns], resident.offsets_of(stretch, chosen)
-        if chosen is None:
-            is_stored = resident.is_stored[stretch]
-            store.gather_tables(names, offsets, dedup.keys[stretch], array[stretch], None, is_stored)
-        else:
-            resident.is_stored[chosen] = store.gather_tables(names, offsets, dedup.keys[chosen], array, chosen)
-
-    arrays.memory.fill_records(resident.records, resident.mirror, slots, gather)
-    return resident
+def offsets_within(offsets: Tensor, stretch: slice) -> Tensor:
+    """Returns the offsets of the tables in a stretch of a list."""
+    within: Tensor = offsets.clamp(stretch.start, stretch.stop) - stretch.start
+    return within
 
 
-def sync_overlap(
-    previous: Sequence[ResidentRows], current: Sequence[ResidentRows], overlap: Sequence[Overlap], memory: Memory
-) -> None:
-    """Copies the records of the overlap, row and row state, from one batch to the next."""
-    for source, target, shared in zip(previous, current, overlap, strict=True):
-        memory.copy_rows(source.records, shared.on_device[0], target.records, shared.on_device[1])
+def offsets_among(chosen: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the offsets of the tables among chosen entries of a list, which ascend."""
+    return torch.from_numpy(np.searchsorted(chosen.numpy(), offsets.numpy()))
 
 
-def write_back(
-    resident: Sequence[ResidentRows],
-    store: Store | Writer,
-    step: int,
-    memory: Memory,
-    slots: Sequence[Tensor | None] | None = None,
-) -> None:
-    """Writes records to the host store, all slots of a group or the given ones. Creates missing keys."""
-    for rows, chosen in zip(resident, slots or [None] * len(resident), strict=True):
-        if not rows.group.frozen:
-            _write_back(rows, store, step, memory, chosen)
-
-
-def _write_back(rows: ResidentRows, store: Store | Writer, step: int, memory: Memory, slots: Tensor | None) -> None:
-    def scatter(array: Tensor, stretch: slice, chosen: Tensor | None) -> None:
-        array, offsets = array[:, : rows.group.num_columns], rows.offsets_of(stretch, chosen)
-        if chosen is None:
-            store.scatter_tables(rows.group.names, offsets, rows.keys[stretch], array[stretch], None, step)
-        else:
-            store.scatter_tables(rows.group.names, offsets, rows.keys[chosen], array, chosen, step)
-
-    memory.drain_records(rows.records, rows.mirror, slots, scatter)
-
-
-def leaving(resident: Sequence[ResidentRows], overlap_with_next: Sequence[Overlap]) -> list[Tensor]:
-    """Returns the slots of each group that the next batch does not need."""
-    pairs = zip(resident, overlap_with_next, strict=True)
-    return [_all_but(shared.previous_slots, len(rows.keys)) for rows, shared in pairs]
-
-
-def _all_but(slots: Tensor, num_slots: int) -> Tensor:
-    others = torch.ones(num_slots, dtype=torch.bool)
-    others[slots] = False
-    return others.nonzero().flatten()
-
-
-def room_error(resident: Sequence[ResidentRows], previous: Sequence[ResidentRows], store: Store) -> ValueError | None:
-    """Returns an error if a table has no room for these rows and those of the previous batch, not yet written back."""
-    for i, rows in enumerate(resident):
-        if rows.group.frozen:
-            continue
-        together = [rows, *previous[i : i + 1]]
-        num_keys = sum(r.table_offsets.diff() for r in together)
-        num_rows = store.sizes(rows.group.names)
-        suspects = (num_rows + num_keys).numpy() > rows.group.most_rows  # if every key were new
-        for t in np.flatnonzero(suspects).tolist():
-            table = rows.group.tables[t]
-            keys = torch.cat([r.keys[r.table_offsets[t] : r.table_offsets[t + 1]] for r in together])
-            needed = int(num_rows[t]) + int((~store.find(table.name, unique(keys)[0])).sum())
-            if needed > rows.group.most_rows[t]:
-                return ValueError(_no_room(table.name, needed, table.max_rows, int(rows.group.most_rows[t])))
-    return None
-
-
-def _no_room(name: str, needed: int, max_rows: int | None, limit: int) -> str:
+def table_full_error(group: TableGroup, num_rows: Tensor) -> ValueError | None:
+    """Returns an error if a table would have more rows than it may. num_rows: [tables] rows that it would have."""
+    too_many = np.flatnonzero(num_rows.numpy() > group.most_rows)
+    if len(too_many) == 0:
+        return None
+    t = int(too_many[0])
+    name, max_rows, limit = group.names[t], group.tables[t].max_rows, int(group.most_rows[t])
     most, remedy = f"the {limit} that a table can have on one rank", "Use more ranks"
     if max_rows is not None:
         most, remedy = f"its max_rows = {limit}", "Raise max_rows, or use more ranks"
-    return (
-        f"table {name!r} would have {needed} rows on this rank, more than {most}; nothing of this step was applied. "
-        f"{remedy}"
+    return ValueError(
+        f"table {name!r} would have {int(num_rows[t])} rows on this rank, more than {most}; nothing of this step was "
+        f"applied. {remedy}"
     )

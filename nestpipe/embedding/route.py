@@ -1,7 +1,7 @@
 """Route: tells each owner which of its keys the global batch needs, which ranks need them, and when. Moves no rows.
 
 A rank first sends every rank a header and, for each table, the number of keys that it needs; then the keys, each with a
-bit for every micro-batch. The owner dedups once more: slot i of a batch is its i-th owned key.
+bit for every micro-batch. The owner dedups once more.
 """
 
 import zlib
@@ -26,11 +26,11 @@ class OwnerDedup:
 
     group: TableGroup
     keys: Tensor
-    """[slots] distinct owned keys, ascending by (table, requester, position): slot i has the i-th key."""
+    """Distinct owned keys, ascending by (table, requester, position)."""
     table_offsets: Tensor
-    """[tables + 1] first slot of each table."""
-    slots: Tensor
-    """[entries] slot of each key that a requester needs, requester after requester."""
+    """[tables + 1] first key of each table."""
+    key_index: Tensor
+    """[entries] index in `keys` of each key that a requester needs, requester after requester."""
     uses: Tensor
     """[entries, bytes] bits of the requester's micro-batches that use the key."""
     entry_counts: NDArray[np.int64]
@@ -138,7 +138,7 @@ def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: 
 
 
 def route_alone(batch: BatchDedup | Exception) -> Route | None:
-    """Routes a batch in a world of one: every key is this rank's own, and a position is a slot."""
+    """Routes a batch in a world of one: every key is this rank's own, in order of position."""
     if isinstance(batch, Exception):
         raise batch
     if not batch.has_batch:
@@ -191,8 +191,8 @@ def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) ->
     dedups = []
     for g, group in enumerate(batch.groups):
         keys, uses = arriving.read(received, g, group, sent.own(g))
-        distinct, slots, table_counts = plan_ops.owner_dedup(keys, counts[g])
-        dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), slots, uses, arriving.counts[g]))
+        distinct, key_index, table_counts = plan_ops.owner_dedup(keys, counts[g])
+        dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), key_index, uses, arriving.counts[g]))
     return dedups, sent.num_bytes
 
 

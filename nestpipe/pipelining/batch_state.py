@@ -8,7 +8,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import BatchExchange
 from nestpipe.embedding.plan import Plan
-from nestpipe.embedding.resident import Overlap, ResidentRows
+from nestpipe.embedding.resident import ResidentBatch, ResidentRows
 from nestpipe.embedding.route import Route
 
 
@@ -35,13 +35,15 @@ class Routed:
 class Resident:
     """After retrieve: the owned rows are resident."""
 
-    groups: list[ResidentRows]
-    overlap: list[Overlap] | None
-    """Slots shared with the previous batch, by group; None if all rows came from the host store."""
+    batch: ResidentBatch
     problem: Exception | None
     """Reason of this rank not to apply the step. Commit tells all ranks."""
-    has_unwritten: bool = False
-    """True if the records of the overlap are newer than those in the host store."""
+    is_settled: bool = False
+    """True once the residence knows the outcome."""
+
+    @property
+    def groups(self) -> list[ResidentRows]:
+        return self.batch.groups
 
 
 @dataclass
@@ -67,8 +69,6 @@ class Applied:
     step: int
     is_masked: bool = False
     """True if this step or an earlier one was not finite, so that it changed no row."""
-    is_written: bool = False
-    """True once its rows were written back, except those that stay for the next batch."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nestpipe.embedding.capacity import check_resident_bytes
 from nestpipe.embedding.cluster import BY_KEYS, Clustering
 from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.plan import WINDOWS
@@ -26,6 +27,10 @@ class PipelineOptions:
     """Seed of initial rows and of the model's random numbers."""
     num_threads: int = 1
     """Threads of the host store and of planning."""
+    resident_bytes: int | str | None = None
+    """Memory for resident rows on each rank, in inter and nested: "minimum" for what two batches need, "auto" for half
+    of the device memory that the first step leaves free, or a number of bytes (docs/row-pool.md). None stands for
+    "auto" on an accelerator and "minimum" in host memory."""
     device_budget_bytes: int | None = None
     """Device memory that the embedding part of a rank may use; a batch that needs more is refused (docs/memory.md)."""
     stale: bool = False
@@ -38,6 +43,7 @@ class PipelineOptions:
             raise ValueError(f"num_micro_batches is {self.num_micro_batches}, must be at least 1")
         if self.device_budget_bytes is not None and self.device_budget_bytes < 1:
             raise ValueError(f"device_budget_bytes is {self.device_budget_bytes}, must be at least 1")
+        check_resident_bytes(self.resident_bytes)
         if self.stale and self.schedule not in OVERLAPPING:
             raise ValueError(f"stale rows need one of the schedules {', '.join(OVERLAPPING)}")
 

@@ -7,10 +7,14 @@ from typing import Any
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.distributed import World
+from nestpipe.embedding.batch_rows import BatchRows
 from nestpipe.embedding.budget import DeviceBudget
+from nestpipe.embedding.capacity import Capacity
 from nestpipe.embedding.exchange import make_exchange
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import Memory, memory_on
+from nestpipe.embedding.resident import Residence
+from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, Table, tables_of
 from nestpipe.pipelining import light
 from nestpipe.pipelining.batch_state import BatchState
@@ -42,9 +46,11 @@ class Pipeline:
         first_step: int = 0,
         trace: Trace | None = None,
         light_stages: light.LightStages | None = None,
+        pool: RowPool | None = None,
         **options: Any,
     ) -> None:
-        """light_stages: measurements of an earlier pipeline. options: the fields of PipelineOptions."""
+        """light_stages: measurements of an earlier pipeline. pool: resident rows of an earlier pipeline on the same
+        store. options: the fields of PipelineOptions."""
         self.options = PipelineOptions(**options)
         self.groups = group_features(features)
         seed, num_threads = self.options.seed, self.options.num_threads
@@ -64,6 +70,8 @@ class Pipeline:
         """After the end: batches that were pulled and not trained, for the next pipeline, and errors of reading that no
         step has raised."""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
+        self.pool = pool
+        """Rows that stay resident between batches, and between pipelines; None if the schedule keeps none."""
         self._make_stages(steps, light_stages or light.LightStages(light.LIGHT_SECONDS))
         self._first_step = self._number = first_step
         self.failed_step: int | None = None
@@ -81,15 +89,17 @@ class Pipeline:
         self.budget = self._make_budget(schedule, memory)
         """Device memory of the embedding part; None without device_budget_bytes."""
         kind = StaleStages if options.stale else Stages
-        self.stages = kind(self.groups, self._reader, self.store, world, exchange, memory, options, steps, self.budget)
+        residence = self._make_residence(memory)
+        parts = self.groups, self._reader, self.store, world, exchange, memory, residence
+        self.stages = kind(*parts, options, steps, self.budget)
         self.last_stage = LAST_STAGE[schedule]
         operation_list = operations(schedule, options.num_micro_batches, steps)
         # In host memory nothing is uploaded, and in a world of one nothing is routed: no thread is worth its cost.
-        shared = {} if memory.has_mirrors else {"upload": "input"}
+        shared = {"upload": "input"} if memory.is_host else {}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
         # With a device the compute lane does no other lane's work: the device would wait for its next launch.
-        parts = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else light_stages
-        self.executor = Executor(operation_list, self._actions(), self.trace, *parts)
+        lanes = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else light_stages
+        self.executor = Executor(operation_list, self._actions(), self.trace, *lanes)
 
     def _actions(self) -> dict[str, Action]:
         """Returns the action of each stage. The step itself does dense, reduce, commit and update; the executor meets
@@ -104,10 +114,20 @@ class Pipeline:
             "send_rows": stages.send_rows,
             "return_gradients": stages.return_gradients,
             "sum_gradients": stages.sum_gradients,
-            "overlap_sync": stages.overlap_sync,
             "write_back": stages.write_back,
             **dict.fromkeys(("dense", "reduce", "commit", "update"), lambda op: None),
         }
+
+    def _make_residence(self, memory: Memory) -> Residence:
+        options, world = self.options, self.world
+        if options.schedule not in OVERLAPPING:
+            self.pool = None
+            return BatchRows(self.store, memory)
+        if self.pool is None or self.pool.store is not self.store:
+            has_budget = options.device_budget_bytes is not None
+            capacity = Capacity(options.resident_bytes, world.device, world.num_sharing_device, not has_budget)
+            self.pool = RowPool(self.groups.groups, self.store, memory, capacity)
+        return self.pool
 
     def _make_budget(self, schedule: str, memory: Memory) -> DeviceBudget | None:
         if self.options.device_budget_bytes is None:
@@ -196,7 +216,8 @@ class Pipeline:
         self._is_stopped = True
 
     def flush(self) -> None:
-        """Writes every row to the store, after all lanes have finished. Call it on all ranks, at a step boundary."""
+        """Writes every row to the store, after all lanes have finished. Call it on all ranks, at a step boundary. Rows
+        stay resident."""
         self.executor.drain()
         self.stages.flush()
         self.poll_outcomes()
@@ -255,8 +276,10 @@ class Pipeline:
     def _settle(self) -> None:
         self.partially_updated = self.stages.is_partially_updated()
         try:
-            if not self.partially_updated:
-                self.stages.flush()
+            if self.partially_updated:
+                self.stages.forget()
+            else:
+                self.stages.end()
         finally:
             self.stages.close()
         self.poll_outcomes()

@@ -10,8 +10,8 @@ inter      stages of consecutive batches overlap; b is the batch in training:
     input     | prefetch b+2             |
     upload    |          upload b+2      |
     route     |              route b+2   |
-    host      | write_back b-1, then retrieve b+1 (never the other way round: b+1 may need what b-1 wrote)
-    compute   | send_rows dense return_gradients ... update of b, overlap_sync b -> b+1 | the same of b+1
+    host      | write_back b-1, then retrieve b+1 (never the other way round: b+1 may evict what b-1 has changed)
+    compute   | send_rows dense return_gradients ... update of b | the same of b+1
 
 intra      rows are frozen inside a batch, so its exchanges overlap its dense part; digits are micro-batches:
 
@@ -93,13 +93,12 @@ def _overlapping(window: Window, num_micro_batches: int) -> Iterator[Op]:
         yield from _admit(batch + 2, after=(first.name,))
         yield from rest
         yield from _apply(batch, num_micro_batches)
-        yield Op("overlap_sync", COMPUTE, batch, waits_for=_stages_before_training(batch + 1))
 
 
 def _on_host(batch: int, after: tuple[Name, ...] = ()) -> Iterator[Op]:
     """Yields the operations of the host lane while a batch is in training."""
     if batch > 0:
-        yield _overlapped("write_back", batch - 1, waits_for=(("overlap_sync", batch - 1, -1), *after))
+        yield _overlapped("write_back", batch - 1, waits_for=(("update", batch - 1, -1), *after))
     yield _retrieve(batch + 1)
 
 
@@ -156,7 +155,7 @@ class Schedule:
     operations: Callable[[int], Iterator[Op]]
     """(number of micro-batches) -> the operations of an endless run."""
     overlaps_batches: bool = False
-    """Consecutive batches overlap, and rows that they share stay on the device."""
+    """Consecutive batches overlap, and rows stay on the device as long as there is room for them."""
     overlaps_exchanges: bool = False
     """The exchanges of a batch overlap its dense part."""
     alone: str | None = None
@@ -177,5 +176,5 @@ SCHEDULES = tuple(_SCHEDULES)
 OVERLAPPING = tuple(name for name, schedule in _SCHEDULES.items() if schedule.overlaps_batches)
 WINDOWED = tuple(name for name, schedule in _SCHEDULES.items() if schedule.overlaps_exchanges)
 WITHOUT_EXCHANGE = {name: schedule.alone for name, schedule in _SCHEDULES.items() if schedule.alone is not None}
-LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "overlap_sync")
+LAST_STAGE = dict.fromkeys(SCHEDULES, "write_back") | dict.fromkeys(OVERLAPPING, "update")
 """Last stage that a step waits for, by schedule. Later stages overlap the next step."""

@@ -26,7 +26,7 @@ _STAGES = (
     Stage("prefetch", "input", "exposed_input_ms", "reads a batch, dedups and clusters it", "busy_input_ms"),
     Stage("upload", "upload", "exposed_lookup_ms", "copies the model's inputs to the device"),
     Stage("route", "route", "exposed_lookup_ms", "tells owners which keys the batch needs", needs_ranks=True),
-    Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident", "busy_host_ms"),
+    Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident, evicts others", "busy_host_ms"),
     Stage("begin", COMPUTE, "exposed_exchange_ms", "freezes the rows"),
     Stage("send_rows", "rows", "exposed_exchange_ms", "owners to requesters", "busy_exchange_ms", True, True),
     Stage("dense", COMPUTE, "dense_ms", "forward and backward of a micro-batch, and the dense optimizer"),
@@ -35,8 +35,7 @@ _STAGES = (
     Stage("commit", COMPUTE, "exposed_reduce_ms", "all ranks agree whether the step counts"),
     Stage("sum_gradients", COMPUTE, "row_update_ms", "the owner adds up what all requesters returned"),
     Stage("update", COMPUTE, "row_update_ms", "the row optimizer"),
-    Stage("overlap_sync", COMPUTE, "exposed_lookup_ms", "copies rows that the next batch shares"),
-    Stage("write_back", "host", "exposed_lookup_ms", "writes rows to the host store", "busy_host_ms"),
+    Stage("write_back", "host", "exposed_lookup_ms", "takes note of the outcome; writes rows", "busy_host_ms"),
     Stage("other", COMPUTE, "other_ms", "named work outside of the other stages"),
     Stage("", COMPUTE, "unattributed_ms", "time that no span covers"),
 )

@@ -18,15 +18,7 @@ from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange import BatchExchange, Exchange
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.resident import (
-    RecordMemory,
-    find_overlap,
-    leaving,
-    retrieve_rows,
-    room_error,
-    sync_overlap,
-    write_back,
-)
+from nestpipe.embedding.resident import Residence
 from nestpipe.pipelining.batch_state import Applied, BatchState, InTraining, Requested, Resident, Routed
 from nestpipe.pipelining.commit import Outcome
 from nestpipe.pipelining.options import PipelineOptions
@@ -46,6 +38,7 @@ class Stages:
         world: World,
         exchange: Exchange,
         memory: Memory,
+        residence: Residence,
         options: PipelineOptions,
         steps: int | None,
         budget: DeviceBudget | None = None,
@@ -57,12 +50,12 @@ class Stages:
         self._world = world
         self._exchange = exchange
         self._memory = memory
+        self._residence = residence
         self._options = options
         self._steps = steps
         self._budget = budget
-        self._keeps_overlap = options.schedule in OVERLAPPING
+        self._keeps_rows = options.schedule in OVERLAPPING
         self._states: dict[int, BatchState] = {}
-        self._records = RecordMemory(memory), RecordMemory(memory)
         self._num_steps_routed = 0
         self._has_ended = False
         self._has_masked = False
@@ -78,11 +71,13 @@ class Stages:
         """Makes this the only writer of the store, from before the first operation until `close`."""
         if not isinstance(self._writer, Writer):
             self._writer = self._store.open_writer()
+            self._residence.open(self._writer)
 
     def close(self) -> None:
         if isinstance(self._writer, Writer):
             self._writer.close()
             self._writer = self._store
+            self._residence.close()
 
     # ---- before training ----
 
@@ -126,34 +121,39 @@ class Stages:
                     plan = self._memory.upload(plan)
                     embedding_memory.add_all(plan)
                 routed = Routed(route, plan)
-                self._check_budget(op.batch, routed)
+                self._make_room(op.batch, routed)
                 state.routed = routed
         except Exception as error:
             state.error = error
         self._has_ended = state.routed is None
         self._num_steps_routed += state.is_step
 
-    def _check_budget(self, number: int, routed: Routed) -> None:
-        """Raises on all ranks if the batch exceeds the budget of one. Nothing has been allocated for its rows yet."""
-        if self._budget is not None:
-            is_step = routed.route.is_step
-            self._exchange.agree(self._budget.error(number, routed.route, routed.plan) if is_step else None)
+    def _make_room(self, number: int, routed: Routed) -> None:
+        """Adds slots for the batch. Raises on all ranks if it exceeds a limit of one; no slot was added for it then."""
+        is_bounded = self._budget is not None or self._residence.is_limited
+        if not routed.route.is_step:
+            if is_bounded:
+                self._exchange.agree(None)
+            return
+        before = self.state(number - 1)
+        previous = before.routed.route.owner_dedups if before.is_step and before.routed is not None else None
+        growth = self._residence.growth(previous, routed.route.owner_dedups)
+        if is_bounded:
+            error = growth.error
+            if error is None and self._budget is not None:
+                error = self._budget.error(routed.route, routed.plan, growth.num_bytes)
+            self._exchange.agree(error)
+        self._residence.grow(growth)
 
     def retrieve(self, op: Op) -> None:
         """Makes the owned rows of a batch resident."""
-        state, before = self.state(op.batch), self.state(op.batch - 1)
+        state = self.state(op.batch)
         if not state.is_step:
             return
         assert state.routed is not None
         try:
-            dedups, overlap = state.routed.route.owner_dedups, None
-            if self._keeps_overlap and before.is_step:
-                assert before.routed is not None
-                overlap = find_overlap(before.routed.route.owner_dedups, dedups, self._memory)
-                embedding_memory.add(*(slots for shared in overlap for slots in shared.on_device))
-            groups = retrieve_rows(dedups, self._store, self._records[op.batch % 2], overlap)
-            unwritten = before.resident.groups if self._keeps_overlap and before.resident is not None else []
-            state.resident = Resident(groups, overlap, room_error(groups, unwritten, self._store))
+            batch = self._residence.retrieve(state.routed.route.owner_dedups)
+            state.resident = Resident(batch, self._residence.room_error(batch))
         except Exception as error:  # no memory, for example
             state.error = error
 
@@ -220,44 +220,30 @@ class Stages:
             if gradient is not None:
                 if isinstance(scale, Tensor) or scale != 1.0:
                     gradient = gradient * scale
-                optimizer = rows.group.optimizer
-                self._memory.update(optimizer, rows.rows, rows.state, gradient, number + 1, is_masked)
+                self._memory.update(rows.group, rows.records, rows.slots, gradient, number + 1, is_masked)
         state.applied = Applied(number)
         training.is_partially_updated = False
 
     # ---- after training ----
 
-    def overlap_sync(self, op: Op) -> None:
-        """Copies the updated records that the next batch shares to that batch's slots."""
-        state, following = self.state(op.batch), self.state(op.batch + 1)
-        shared = following.resident.overlap if following.resident is not None else None
-        if shared is None or following.error is not None or state.resident is None:
-            return
-        assert following.resident is not None
-        sync_overlap(state.resident.groups, following.resident.groups, shared, self._memory)
-        following.resident.has_unwritten = True
-
     def write_back(self, op: Op) -> None:
-        """Writes the rows of a batch to the host store, except those that stay for the next batch."""
-        state, following = self.state(op.batch), self.state(op.batch + 1)
-        if state.applied is not None and not state.applied.is_written:
-            self._write_back(state, state.applied, following)
-            state.applied.is_written = True
+        """Takes note of what a batch has changed. Without a pool, writes it to the host store."""
+        self._settle(self.state(op.batch))
         finish(self._world.device)  # so that no enqueued work still uses the previous batch
-        self._states.pop(op.batch - 1, None)  # not this one: `retrieve` of the next batch still reads it
+        self._states.pop(op.batch - 1, None)  # not this one: `route` of the next batch still reads it
 
-    def _write_back(self, state: BatchState, applied: Applied, following: BatchState) -> None:
-        assert state.resident is not None
-        self._read_outcome(state, applied)
-        if applied.is_masked:  # it changed nothing, but may hold rows of the previous batch
-            self._write_back_inherited(state)
-            if following.resident is not None:
-                following.resident.has_unwritten = False
+    def _settle(self, state: BatchState) -> None:
+        """Tells the residence whether a batch was applied, once the host knows."""
+        resident, applied = state.resident, state.applied
+        if resident is None or resident.is_settled:
             return
-        is_shared = following.resident is not None and following.resident.has_unwritten
-        stays = following.resident.overlap if is_shared and following.resident is not None else None
-        slots = None if stays is None else leaving(state.resident.groups, stays)
-        write_back(state.resident.groups, self._writer, applied.step, self._memory, slots)
+        if applied is not None:
+            self._read_outcome(state, applied)
+        step = applied.step if applied is not None and not applied.is_masked else None
+        self._residence.settle(resident.batch, step)
+        resident.is_settled = True
+        if step is not None:
+            self._residence.expand(None if self._budget is None else self._budget.most_record_bytes)
 
     def _read_outcome(self, state: BatchState, applied: Applied) -> None:
         """Reads the outcome of a step from the device. Waits for the device."""
@@ -268,14 +254,6 @@ class Stages:
             if applied.is_masked and not self._has_masked:  # this batch is at fault, not those after it
                 self._has_masked = state.is_refused = True
             self.outcomes[applied.step] = Outcome(loss, applied.is_masked)
-
-    def _write_back_inherited(self, state: BatchState) -> None:
-        """Writes the records that a batch took over from the previous one and has not changed."""
-        resident, before = state.resident, self.state(state.number - 1).applied
-        if resident is not None and resident.has_unwritten and resident.overlap is not None and before is not None:
-            slots = [shared.slots for shared in resident.overlap]
-            write_back(resident.groups, self._writer, before.step, self._memory, slots)
-            resident.has_unwritten = False
 
     # ---- between steps and at the end ----
 
@@ -305,33 +283,24 @@ class Stages:
     def flush(self) -> None:
         """Writes every row that is newer than its copy in the host store. The host lane must be idle."""
         for number in sorted(self._states):
-            state = self._states[number]
-            if state.applied is None:
-                self._write_back_inherited(state)
-            elif not state.applied.is_written:
-                following = self._states.get(number + 1) or BatchState(number + 1)
-                self._write_back(state, state.applied, following)
-                state.applied.is_written = True
+            if self._states[number].applied is not None:
+                self._settle(self._states[number])
+        self._residence.flush()
+
+    def end(self) -> None:
+        """Flushes, and gives up the batches that were not applied. The lanes must be idle."""
+        self.flush()
+        for number in sorted(self._states):
+            self._settle(self._states[number])
+
+    def forget(self) -> None:
+        """Gives up all resident rows."""
+        self._residence.forget()
 
     def is_partially_updated(self) -> bool:
         """Returns whether an update failed halfway in records that would be written back."""
         training = [state.training for state in self._states.values() if state.training is not None]
-        return self._keeps_overlap and any(batch.is_partially_updated for batch in training)
-
-    def host_bytes(self, state: BatchState) -> tuple[int, int]:
-        """Returns the bytes retrieved for a batch and written back after it, row state included."""
-        assert state.resident is not None
-        following = self.state(state.number + 1).resident
-        overlap = state.resident.overlap
-        next_overlap = following.overlap if following is not None and following.has_unwritten else None
-        retrieved = written = 0
-        for g, rows in enumerate(state.resident.groups):
-            num_kept = len(overlap[g].slots) if overlap is not None else 0
-            retrieved += (len(rows.keys) - num_kept) * rows.group.record_bytes
-            if not rows.group.frozen:
-                num_stay = len(next_overlap[g].previous_slots) if next_overlap is not None else 0
-                written += (len(rows.keys) - num_stay) * rows.group.record_bytes
-        return retrieved, written
+        return self._keeps_rows and any(batch.is_partially_updated for batch in training)
 
     def untrained(self) -> list[Batch | Exception]:
         """Returns batches that were pulled but not trained, and errors of reading that were not raised, in order."""

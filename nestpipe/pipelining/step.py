@@ -142,7 +142,8 @@ class Step:
             pipeline.losses.append(float(self._loss))
         self.trace.enter("other")
         pipeline.executor.step_over()
-        pipeline.executor.play_through(pipeline.last_stage)
+        if pipeline.last_stage != "update":
+            pipeline.executor.play_through(pipeline.last_stage)
         self._count_bytes()
 
     def check_complete(self) -> None:
@@ -190,9 +191,15 @@ class Step:
 
     def _count_bytes(self) -> None:
         assert self.state.routed is not None
-        retrieved, written = self._pipeline.stages.host_bytes(self.state)
+        assert self.state.resident is not None
+        resident = self.state.resident.batch
         self.trace.add_bytes("exchanged_row_bytes_per_step", self.row_bytes)
         self.trace.add_bytes("exchanged_gradient_bytes_per_step", self.gradient_bytes)
         self.trace.add_bytes("exchanged_key_bytes_per_step", self.state.routed.route.key_bytes)
-        self.trace.add_bytes("retrieved_bytes_per_step", retrieved)
-        self.trace.add_bytes("written_back_bytes_per_step", written)
+        self.trace.add_bytes("retrieved_bytes_per_step", resident.num_retrieved_bytes)
+        self.trace.add_bytes("written_back_bytes_per_step", resident.num_written_bytes)
+        self.trace.add_bytes("owned_keys_per_step", resident.num_keys)
+        self.trace.add_bytes("retrieved_keys_per_step", resident.num_retrieved_keys)
+        if self._pipeline.pool is not None:
+            self.trace.add_bytes("resident_rows", self._pipeline.pool.num_rows)
+            self.trace.add_bytes("resident_bytes", self._pipeline.pool.num_bytes)

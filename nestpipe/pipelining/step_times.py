@@ -10,7 +10,12 @@ BYTE_FIELDS = (
     "exchanged_key_bytes_per_step",
     "retrieved_bytes_per_step",
     "written_back_bytes_per_step",
+    "owned_keys_per_step",
+    "retrieved_keys_per_step",
+    "resident_rows",
+    "resident_bytes",
 )
+"""Numbers of a step: bytes, the keys behind the hit rate, and the rows and bytes of the row pool."""
 
 KEPT_STEPS = 1000
 """Steps that a StepLog keeps one by one."""

@@ -8,6 +8,7 @@ from nestpipe.data.files.user_histories import CROPS
 from nestpipe.data.negatives import NEGATIVES_PER
 from nestpipe.device.streams import default_device
 from nestpipe.distributed.backend import BACKENDS
+from nestpipe.embedding.capacity import CHOICES as RESIDENT_CHOICES
 from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
@@ -243,6 +244,14 @@ class DistributedSection:
 
 @dataclass(frozen=True)
 class MemorySection:
+    resident_bytes: int | str | None = key(
+        None,
+        "memory for resident rows of a rank: minimum, auto or a number of bytes; not set: auto on an accelerator, else "
+        "minimum",
+        choices=RESIDENT_CHOICES,
+        at_least=1,
+        option="resident_bytes",
+    )
     device_budget_bytes: int | None = key(
         None,
         "device memory for a rank's embeddings; a batch that needs more is refused; not set: no limit",

@@ -54,9 +54,10 @@ def run(
     spans: list[Span] | None = [] if trace_path is not None else None
     result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
     _train(config, this_run, after_step, result, validation)
-    if trace_path is not None and result.spans is not None:
-        write_trace(result.spans, world, trace_path, result.traced_steps)
     times = summarise(result.times, world)
+    if trace_path is not None and result.spans is not None:
+        about = {name: times.fields[name] for name in ("resident_rows", "resident_bytes", "hit_rate")}
+        write_trace(result.spans, world, trace_path, result.traced_steps, about)
     summary: Summary = {
         "schedule": config.pipeline.schedule,
         "ranks": world.size,

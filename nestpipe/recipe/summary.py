@@ -24,7 +24,9 @@ STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)
 @dataclass(frozen=True)
 class TimeSummary:
     fields: dict[str, float]
-    """step_ms of the slowest rank, its parts as means over ranks, bytes per rank and step, samples_per_second, ..."""
+    """step_ms of the slowest rank, its parts as means over ranks, bytes per rank and step, samples_per_second, ...
+
+    hit_rate is the share of owned keys whose rows were resident."""
     spread: dict[str, tuple[float, float]]
     """Minimum and maximum over ranks, for each part of step_ms."""
 
@@ -71,6 +73,7 @@ def summarise(times: Sequence[StepTimes], world: World) -> TimeSummary:
     largest = {"step_ms", "peak_rss_bytes", "unattributed_ms"}
     fields = {name: float(c.max() if name in largest else c.mean()) for name, c in columns.items()}
     samples = totals.sums.num_samples / max(totals.num_steps, 1)
+    fields["hit_rate"] = 1 - fields["retrieved_keys_per_step"] / max(fields["owned_keys_per_step"], 1)
     fields["samples_per_second"] = samples / fields["step_ms"] * 1e3 if fields["step_ms"] > 0 else 0.0
     return TimeSummary(fields, {name: (float(columns[name].min()), float(columns[name].max())) for name in TIME_FIELDS})
 
@@ -90,7 +93,7 @@ def step_value(step: StepTimes, name: str) -> float:
     if name in BUSY:
         return step.busy_ms(name)
     if name == "overlap_sync_ms":
-        return step.stages["overlap_sync"]
+        return 0.0  # shared rows stay in their slots; the field remains for readers of results
     return sum(step.stages[stage] for stage, part in STAGES.items() if part.time_field == name)
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,16 @@ def parse_steps(text: str) -> range:
     return steps
 
 
-def write_trace(spans: Sequence[Span], world: World, path: Path, steps: range | None = None) -> None:
+def write_trace(
+    spans: Sequence[Span],
+    world: World,
+    path: Path,
+    steps: range | None = None,
+    about: Mapping[str, float] | None = None,
+) -> None:
     """Writes a process for each rank, a track for each lane and spans named by stage. All ranks call it.
 
-    Rank 0 writes the file. It records `steps`, the steps that were asked for.
+    Rank 0 writes the file. It records `steps`, the steps that were asked for, and numbers `about` the run.
     """
     texts = world.control.share_text(json.dumps(_events(spans, world.rank)))
     if world.rank > 0:
@@ -34,8 +40,9 @@ def write_trace(spans: Sequence[Span], world: World, path: Path, steps: range | 
     events = [event for text in texts for event in json.loads(text)]
     if steps is not None and len(spans) == 0:
         warnings.warn(f"the trace is empty: steps {steps.start} to {steps.stop - 1} were not trained", stacklevel=2)
-    about = {} if steps is None else {"otherData": {"first_step": steps.start, "end_step": steps.stop}}
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **about}))
+    traced = {} if steps is None else {"first_step": steps.start, "end_step": steps.stop}
+    other = {**traced, **(about or {})}
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
 
 
 def _events(spans: Sequence[Span], rank: int) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from nestpipe.recipe.config import Key
@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 def checked(name: str, source: str, hint: Any, key: Key, value: object) -> object:
     """Returns the value as its field holds it, or raises. `source` follows the name in errors."""
-    hint = _without_none(hint)
+    hint = _kind_of(hint, value)
     if get_origin(hint) is tuple:
         return _checked_list(name, source, hint, key, value)
     if get_origin(hint) is Mapping:
@@ -42,12 +42,15 @@ def checked(name: str, source: str, hint: Any, key: Key, value: object) -> objec
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:  # not isinstance, because a bool is an int
-        raise ConfigError(f"{name}{source} is {shown(value)}, must be {_WANTED[hint]}")
+        wanted = (
+            f"{_WANTED[hint]} or one of {', '.join(key.choices)}" if _is_number_or_choice(hint, key) else _WANTED[hint]
+        )
+        raise ConfigError(f"{name}{source} is {shown(value)}, must be {wanted}")
     if isinstance(value, str):
         _check_string(f"{name}{source}", key, value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}{source} is {literal(value)}, must be finite")
-    if not all(_LIMITS[limit](value, bound) for limit, bound in _limits(key).items()):
+    if not isinstance(value, str) and not all(_LIMITS[limit](value, bound) for limit, bound in _limits(key).items()):
         raise ConfigError(f"{name}{source} is {literal(value)}, must be {_limits_text(key)}")
     return value
 
@@ -144,6 +147,8 @@ def type_text(hint: Any, key: Key) -> str:
     choices = key.choices if key.registry is None else (*key.registry.names(), "package.module:Class")
     if choices:
         text = " | ".join(literal(choice) for choice in choices)
+        if _is_number_or_choice(hint, key):
+            return f"{text} | {_SINGULAR[hint]}, {_limits_text(key)}"
         return f"list of {text}" if get_origin(hint) is tuple else text
     kind = _list_text(hint) if get_origin(hint) is tuple else _SINGULAR[hint]
     return ", ".join(text for text in (kind, _limits_text(key)) if text)
@@ -165,6 +170,17 @@ def _list_length(hint: Any) -> int | None:
 def _list_text(hint: Any) -> str:
     length = _list_length(hint)
     return f"list of {'' if length is None else f'{length} '}{_PLURAL[get_args(hint)[0]]}"
+
+
+def _is_number_or_choice(hint: Any, key: Key) -> bool:
+    """Returns whether a key takes one of its choices, or a number instead."""
+    return hint is int and bool(key.choices)
+
+
+def _kind_of(hint: Any, value: object) -> Any:
+    """Returns the type of a key that takes several, for this value."""
+    is_union = isinstance(hint, UnionType)
+    return type(value) if is_union and type(value) in get_args(hint) else _without_none(hint)
 
 
 def _without_none(hint: Any) -> Any:

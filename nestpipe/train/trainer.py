@@ -14,6 +14,7 @@ from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.numerics import autocast, squared_norm
 from nestpipe.distributed.world import World
 from nestpipe.embedding.budget import DeviceBytes
+from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, tables_of
 from nestpipe.pipelining import light
 from nestpipe.pipelining.options import PipelineOptions
@@ -127,6 +128,8 @@ class Trainer:
         """Batches of weight 0 so far. They do not count as steps, but the data advances."""
         self.new_store = new_store
         self.store = self.empty_store()
+        self.pool: RowPool | None = None
+        """Rows that stay resident between batches and between calls of fit; None before the first one."""
         self._pipeline: Pipeline | None = None
         self._source: BatchSource | None = None
         self.is_partially_updated = False
@@ -175,8 +178,10 @@ class Trainer:
             first_step=self.num_steps,
             trace=self._trace(result),
             light_stages=self._light_stages,
+            pool=self.pool,
             **vars(self.options),
         )
+        self.pool = pipeline.pool
         try:
             with pipeline:
                 for step in pipeline:
@@ -225,10 +230,13 @@ class Trainer:
         return result.is_stopped
 
     def flush(self) -> None:
-        """Writes every row to the store. Within fit, all ranks call it at a step boundary; outside it does nothing."""
+        """Writes every row to the store. Within fit, all ranks call it at a step boundary. Outside nothing is left to
+        write, unless writing failed at the end of fit."""
         self._check_usable()
         if self._pipeline is not None:
             self._pipeline.flush()
+        elif self.pool is not None:
+            self.pool.flush()
 
     def _source_of(self, batches: Iterable[Batch]) -> BatchSource:
         """Returns the source of the batches. An earlier fit's iterator keeps batches pulled but not trained."""
@@ -289,7 +297,7 @@ class Trainer:
         """
         self._refuse_within_fit("load")
         loaded = load(self, Path(path))
-        self.store, self.num_steps = loaded.store, loaded.num_steps
+        self.store, self.num_steps, self.pool = loaded.store, loaded.num_steps, None
         self._source, self._loaded_data_state = None, loaded.data_state
         self.is_partially_updated = False
         return loaded.extra
@@ -303,6 +311,7 @@ class Trainer:
         """Writes pretrained rows. Every rank passes the same rows and keeps those it owns."""
         self._check_usable()
         self._refuse_within_fit("import_rows")
+        self.flush()
         import_rows(self, table, keys, rows)
 
     def digest(self) -> str:

@@ -124,7 +124,11 @@ def test_data_that_ends_and_tables_of_a_recipe(tmp_path: Path) -> None:
     summary = json.loads(path.read_text())
     assert summary["steps"] == 3
     traced = json.loads(trace.read_text())
-    assert traced["otherData"] == {"first_step": 1, "end_step": 3}
+    about = traced["otherData"]
+    assert (about["first_step"], about["end_step"]) == (1, 3)
+    assert 0 < about["hit_rate"] < 1
+    assert 0 < 8 * about["resident_rows"] <= about["resident_bytes"]
+    assert summary["hit_rate"] == about["hit_rate"]
     assert {event["args"]["batch"] for event in traced["traceEvents"] if event["ph"] == "X"} == {1, 2}
     assert {table["name"]: table["state_bytes"] for table in summary["tables"]}["c03"] == 0
 

@@ -1,7 +1,7 @@
 """The formula of device memory: compared with the measured peak and with numbers by hand, and used as a limit.
 
 Fails, for example, if _AmongRanks.moments leaves out the micro-batches whose rows are sent ahead, or
-DeviceBudget._records the row state.
+RowPool.growth the previous batch.
 """
 
 import pytest
@@ -95,7 +95,8 @@ def test_terms_by_hand() -> None:
     result = trainer.fit([Batch({"items": Jagged.from_lists([[0, 1], [1, 2]])})])
     assert result.device_bytes is not None
     assert result.device_bytes.terms == {
-        "records": 2 * 3 * (4 + 4) * 4,  # a quarter of 3 keys rounds down to 0
+        "records": 3 * (4 + 4) * 4,
+        "stretches": 0,
         "lists": 2 * 2 * (2 * 8 + 2 * 1 + 2 * 8 + 2 * 8),  # 2 batches of 2 parts: positions, firsts, index, offsets
         "kept_rows": 0,
         "rows": 2 * 4 * 4,  # nothing travels, so no rows are sent ahead
@@ -119,7 +120,7 @@ def test_terms_among_ranks_by_hand() -> None:
     """Fails if _AmongRanks leaves out the gradients of entries."""
     row = DIM * 4
     for terms, num_owned, num_owned_last in run_ranks(2, terms_among_ranks):
-        assert terms["records"] == 2 * (num_owned + num_owned // 4) * 2 * row
+        assert terms["records"] == num_owned * 2 * row
         assert terms["kept_rows"] == 15 * row
         assert terms["rows"] == 20 * row  # of both micro-batches, while the first is returned
         # Gradients of the rows, summed by the requester, and of both ranks at the owner.
@@ -131,7 +132,7 @@ def test_terms_among_ranks_by_hand() -> None:
 
 def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int, int, int]:
     """Trains with a batch on one rank that is too large, as the first and as the third batch. Then continues."""
-    trainer = make_trainer(world, schedule, 2, device_budget_bytes=14_000_000)
+    trainer = make_trainer(world, schedule, 2, device_budget_bytes=8_000_000)
     sizes = 1000 if world.rank == large_rank else 20
     texts, steps = [], []
     for before in (0, 2):
@@ -149,12 +150,12 @@ def refused(world: World, schedule: str, large_rank: int) -> tuple[str, str, int
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 @pytest.mark.parametrize(("size", "large_rank"), [(1, 0), (2, 1)])
 def test_too_large_a_batch_is_refused_on_every_rank(schedule: str, size: int, large_rank: int) -> None:
-    """Fails if Stages._check_budget does not tell other ranks, or checks after the rows were retrieved."""
+    """Fails if Stages._make_room does not tell other ranks, or checks after slots were added."""
     for rank, (first, third, *steps) in enumerate(on_ranks(size, refused, schedule, large_rank)):
         for text in (first, third):
             assert ("rank 1 failed: ValueError: a batch with" in text) == (rank != large_rank)
-            assert "device_budget_bytes, 14.00 MB:" in text
-            assert "records (2 x 1.25 x owned keys x (row + row state)) +" in text
+            assert "device_budget_bytes, 8.00 MB:" in text
+            assert "records (slots x (row + row state)) +" in text
             assert "Take a smaller batch" in text
         assert steps == [0, 2, 3]
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from nestpipe.embedding.device_memory import DeviceMemory
+from nestpipe.embedding.group import group_features
 from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from nestpipe.embedding.plan import message_unit
+from nestpipe.embedding.table import Pooled, Table
 from nestpipe.kernels.rows.segments import Segments, make_segments
 
 CPU = torch.device("cpu")
@@ -201,35 +203,43 @@ def test_sum_rows(dim: int, dtype: torch.dtype) -> None:
         assert torch.equal(memory.sum_rows(values, segments), expected)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1, 0.01), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1)])
-def test_update(optimizer: RowOptimizer) -> None:
-    """Updates some columns of records. A masked step changes nothing."""
+@pytest.mark.parametrize("slots", [None, [7, 0, 3, 9, 1, 4]], ids=["all", "slots"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(0.1, 0.01), SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1)],
+    ids=lambda o: type(o).__name__,
+)
+def test_update(optimizer: RowOptimizer, slots: list[int] | None) -> None:
+    """Updates some columns of records, in all slots or in some. A masked step changes nothing, and no other slot
+    changes. Fails if update_records copies the slots out, but not back."""
     torch.manual_seed(3)
     width = 4 + optimizer.state_width(4)
-    records, gradient = torch.rand(6, width + 2, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    chosen = torch.tensor(slots) if slots is not None else None
+    records = torch.rand(6 if slots is None else 10, width + 2, dtype=torch.float64)
+    gradient = torch.randn(6, 4, dtype=torch.float64)
+    (group,) = group_features({"t": Pooled(Table("t", 4, optimizer=optimizer, dtype=torch.float64))}).groups
     host, device = memories()
     changed = []
     for memory, is_masked in ((host, None), (device, torch.tensor(False)), (device, torch.tensor(True))):
         mine = records.clone()
-        memory.update(optimizer, mine[:, :4], mine[:, 4:width], gradient, 2, is_masked)
+        memory.update(group, mine, chosen, gradient, 2, is_masked)
         changed.append(mine)
     torch.testing.assert_close(changed[0], changed[1], rtol=1e-14, atol=0)
     assert not torch.equal(changed[0], records)
     assert torch.equal(changed[2], records)
+    if chosen is not None:
+        dense = records[chosen]
+        host.update(group, dense, None, gradient, 2, None)
+        assert torch.equal(changed[0], records.index_copy(0, chosen, dense))
 
 
 def test_records() -> None:
-    """On a device, records have a mirror and begin at multiples of 16 bytes."""
+    """On a device, records begin at multiples of 16 bytes."""
     host, device = memories()
-    assert not host.has_mirrors
-    assert device.has_mirrors
-    records, mirror = host.empty_records(4, 5, torch.float32)
-    assert (records.shape, mirror) == ((4, 5), None)
-    records, mirror = device.empty_records(4, 5, torch.float32)
-    assert mirror is not None
-    assert records.shape == mirror.shape == (4, 8)
-    assert not records[:, 5:].any()
-    assert not mirror[:, 5:].any()
+    assert (host.is_host, device.is_host) == (True, False)
+    assert host.new_records(5, torch.float32).rows.shape[1] == 5
+    assert device.new_records(5, torch.float32).rows.shape[1] == 8
+    assert device.new_records(5, torch.float64).rows.shape[1] == 6
 
 
 def test_memory_of_a_device() -> None:

@@ -32,7 +32,7 @@ from nestpipe.embedding.plan import (
     make_plan,
     message_unit,
 )
-from nestpipe.embedding.resident import RecordMemory
+from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 from tests.embedding.thread_ranks import on_threads
 from tests.store.native.key_batches import owner
@@ -103,7 +103,7 @@ class Rank:
 
     def entries(self, g: int) -> list[Key]:
         slots = self.slots(g)
-        return [slots[slot] for slot in self.route.owner_dedups[g].slots.tolist()]
+        return [slots[slot] for slot in self.route.owner_dedups[g].key_index.tolist()]
 
     def uses(self, g: int) -> dict[Key, list[int]]:
         """Returns the micro-batches that use each key, ascending, from the batch itself."""
@@ -270,10 +270,13 @@ def exchanged(channel: Channel, world: World, window: str) -> list[dict[Key, lis
     plan = exchange.plan(route, window)
     assert plan is not None
     rank = Rank(channel.rank, route, plan)
-    resident = [RecordMemory(memory).reserve(dedup) for dedup in route.owner_dedups]
-    for g, rows in enumerate(resident):
-        for slot, key in enumerate(rank.slots(g)):
-            rows.records[slot] = torch.tensor(row_of(key, rows.group.dim))
+    resident = []
+    for g, owned in enumerate(route.owner_dedups):
+        records = torch.zeros(2 * len(owned.keys), owned.group.num_columns, dtype=owned.group.dtype)
+        slots = torch.randperm(len(records))[: len(owned.keys)]
+        for slot, key in zip(slots.tolist(), rank.slots(g), strict=True):
+            records[slot, : owned.group.dim] = torch.tensor(row_of(key, owned.group.dim))
+        resident.append(ResidentRows(owned.group, owned.keys, owned.table_offsets, records, slots, slots))
     batch = exchange.open(route, plan, resident)
     for i in range(world.num_micro_batches):
         batch.send_rows(i)

@@ -112,7 +112,7 @@ class SmallModel(nn.Module):
         return self.dense(parts, inputs["label"])
 
 
-def make_trainer(world: World | None, case: Case) -> Trainer:
+def make_trainer(world: World | None, case: Case, **options) -> Trainer:
     features = features_of(case)
     model = SmallModel({name: feature.table.dim for name, feature in features.items()})
     model = model.to(world.device if world is not None else "cpu")
@@ -126,6 +126,7 @@ def make_trainer(world: World | None, case: Case) -> Trainer:
         window=case.window,
         clustering=Clustering(case.method),
         seed=3,
+        **options,
     )
 
 

@@ -2,7 +2,7 @@
 nor until the update.
 
 The host store may change meanwhile, by the write-back of the previous batch. Fails if LocalBatch._collect
-adds gradients to the resident rows (`self._sums[g] = self._groups[g][1].rows`), or if Stages.sum_gradients updates them
+writes to the resident rows (`self._groups[g][1].records += 1`), or if Stages.sum_gradients updates them
 (`self.update(state, 0, 1.0, None)` at its end).
 """
 
@@ -11,6 +11,7 @@ import hashlib
 import pytest
 
 from nestpipe import World
+from nestpipe.embedding.read import HOST
 from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.schedule import SCHEDULES, Op
 from nestpipe.pipelining.stages import Stages
@@ -22,7 +23,7 @@ def hash_of(state: BatchState) -> str:
     assert state.resident is not None
     sha = hashlib.sha256()
     for rows in state.resident.groups:
-        sha.update(rows.records.numpy().tobytes())
+        sha.update(rows.copied(HOST).numpy().tobytes())
     return sha.hexdigest()
 
 

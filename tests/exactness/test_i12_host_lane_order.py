@@ -1,4 +1,4 @@
-"""I12: one host lane writes b - 1 back, then retrieves b + 1: records are written back before their memory is reused.
+"""I12: one host lane takes note of what b - 1 has changed, then retrieves b + 1, which may evict it.
 
 Fails if _on_host puts retrieve before write_back, or if the two are on different lanes. test_i03_versions.py shows the
 effect on rows.

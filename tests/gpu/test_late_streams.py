@@ -1,8 +1,9 @@
 """Tests I11 and the marks: streams with random delays change nothing.
 
 The kernels of a small test end before another thread reacts, so here every operation of a lane first makes its stream
-sleep. Fails if Executor._run does not wait for the marks of its dependencies, if Executor.drain drops marks, or if
-Executor.wait skips a mark because its thread is done. Memory that is reused too early is not provoked.
+sleep. Fails if Executor._run does not wait for the marks of its dependencies, if Executor.drain drops marks, if
+Executor.wait skips a mark because its thread is done, or if HostLink copies records out without waiting for the stream
+of the host lane (`begun`). Memory that is reused too early is not provoked.
 """
 
 import random
@@ -13,11 +14,14 @@ import torch
 
 from nestpipe import World
 from nestpipe.distributed import Channel
+from nestpipe.embedding.host_link import HostLink
 from nestpipe.pipelining import pipeline
 from nestpipe.pipelining.executor import Action, Executor
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
+from tests.exactness.test_r06_capacity import digest_of
 
-CASE = Case("adagrad", "shared", 4, steps=9)
+POOL_STREAMS = ("thrash", "returning", "period_3", "random")
+CASE = Case("adam", "shared", 4, steps=9)
 MOST_CYCLES = 4_000_000
 """About 2 ms."""
 
@@ -72,3 +76,36 @@ def test_late_streams(device: str, size: int, schedule: str, flushes: bool) -> N
         pytest.skip("needs CUDA, whose streams can sleep; runs on a machine with CUDA")
     for serial, late in on_ranks(size, digests, schedule, flushes, device=device):
         assert late == serial
+
+
+def pool_digests(world: World, schedule: str) -> list[tuple[str, str]]:
+    """Returns the digests of serial and of the schedule with late streams, with as few slots as possible."""
+    copy_out, copy_in, draws = HostLink._copy_out, HostLink._copy_in, random.Random(3)
+
+    def late(copy):
+        def act(self: HostLink, *arguments):
+            sleep(draws)
+            with self._streams.on_lane("out"):
+                sleep(draws)
+            return copy(self, *arguments)
+
+        return act
+
+    results = []
+    for stream in POOL_STREAMS:
+        expected = digest_of(world, stream, replace(CASE, schedule="serial"), None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "Executor", LateExecutor)
+            patch.setattr(HostLink, "_copy_out", late(copy_out))
+            patch.setattr(HostLink, "_copy_in", late(copy_in))
+            results.append((expected, digest_of(world, stream, replace(CASE, schedule=schedule), "minimum")))
+    return results
+
+
+@pytest.mark.parametrize(("size", "schedule"), [(1, "inter"), (2, "nested"), (2, "inter")])
+def test_late_streams_of_the_pool(device: str, size: int, schedule: str) -> None:
+    """Every hand-over of a slot: update to eviction, eviction to retrieve, retrieve to send."""
+    if device != "cuda":
+        pytest.skip("needs CUDA, whose streams can sleep; runs on a machine with CUDA")
+    for results in on_ranks(size, pool_digests, schedule, device=device):
+        assert [late == serial for serial, late in results] == [True] * len(POOL_STREAMS)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import nestpipe
-from nestpipe import Batch, World
+from nestpipe import Batch, Jagged, Pooled, Table, World
 from nestpipe.distributed import RankError
 from nestpipe.pipelining import NonFiniteError
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
+from nestpipe.pipelining.trace import Trace
 from tests.exactness.cases import (
     Case,
     SmallModel,
@@ -178,18 +179,46 @@ def test_stale_rows_need_an_overlap() -> None:
         nestpipe.pipeline(features_of(CASE), [], schedule="intra", stale=True)
 
 
+def owned_keys(batch: Batch) -> set[int]:
+    return {*batch.keys["items"].values.tolist(), *batch.keys["tags"].values.tolist()} - {-7}
+
+
 @pytest.mark.parametrize("schedule", OUTER)
 def test_host_traffic(schedule: str) -> None:
-    """Keys of the overlap are neither retrieved nor written back; all others are, once each."""
-    trainer = make_trainer(World(), replace(CASE, schedule=schedule))
-    batches = global_batches(6)
-    times = trainer.fit(batches).times
-    keys = [batch.keys["items"].values.tolist() + batch.keys["tags"].values.tolist() for batch in batches]
-    owned = [{key for key in batch_keys if key != -7} for batch_keys in keys]
-    record_bytes = 15 * 8
-    for number, step in enumerate(times):
-        before = owned[number - 1] & owned[number] if number > 0 and schedule in OVERLAPPING else set()
-        after = owned[number] & owned[number + 1] if number < 5 and schedule in OVERLAPPING else set()
-        assert step.sizes["retrieved_bytes_per_step"] == len(owned[number] - before) * record_bytes
-        assert step.sizes["written_back_bytes_per_step"] == len(owned[number] - after) * record_bytes
+    """Each row that a batch needs is retrieved and written back once; with room for all, each row is read once.
+
+    Fails if RowPool.retrieve counts hits, or if the pool writes a row that nothing has changed.
+    """
+    batches, record_bytes = global_batches(6), 15 * 8
+    room = 60 * record_bytes if schedule in OVERLAPPING else None
+    trainer = make_trainer(World(), replace(CASE, schedule=schedule), resident_bytes=room)
+    times, seen = trainer.fit(batches).times, set()
+    for batch, step in zip(batches, times, strict=True):
+        keys = owned_keys(batch)
+        missing = keys if room is None else keys - seen
+        assert step.sizes["retrieved_bytes_per_step"] == len(missing) * record_bytes
+        assert step.sizes["written_back_bytes_per_step"] == (len(keys) * record_bytes if room is None else 0)
+        assert (step.sizes["owned_keys_per_step"], step.sizes["retrieved_keys_per_step"]) == (len(keys), len(missing))
+        seen |= keys
+        if room is not None:  # the next batch may be resident already
+            assert len(seen) <= step.sizes["resident_rows"] <= 60
+            assert step.sizes["resident_bytes"] <= room
     assert torch.is_grad_enabled()
+
+
+def test_host_traffic_of_few_slots() -> None:
+    """Keys of the overlap are neither retrieved nor written back; all others are, once each."""
+    keys = [range(0, 20), range(10, 30), range(20, 40), range(30, 50), range(40, 60)]
+    batches = [Batch({"item": Jagged.one_each(torch.tensor(list(k)))}, weight=20.0) for k in keys]
+    table = Table("item", 4, optimizer=nestpipe.optim.SGD(0.1))
+    trace = Trace([])
+    options = {"schedule": "inter", "resident_bytes": 30 * 16, "trace": trace}
+    with nestpipe.pipeline({"item": Pooled(table)}, batches, **options) as steps:
+        for step in steps:
+            for micro_batch in step:
+                micro_batch.embeddings["item"].sum().backward()
+            step.update_rows()
+    retrieved = [step.sizes["retrieved_keys_per_step"] for step in trace.steps[:5]]
+    written = [step.sizes["written_back_bytes_per_step"] for step in trace.steps[:5]]
+    assert retrieved == [20, 10, 10, 10, 10]
+    assert written == [0, 0, 160, 160, 160]  # to make room for the batch

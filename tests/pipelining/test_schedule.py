@@ -53,8 +53,7 @@ compute   reduce 0               after return_gradients 0.0, return_gradients 0.
 compute   commit 0
 compute   sum_gradients 0
 compute   update 0
-compute   overlap_sync 0         after prefetch 1, upload 1, route 1, retrieve 1
-host      write_back 0           after overlap_sync 0
+host      write_back 0           after update 0
 host      retrieve 2             after route 2
 compute   begin 1                after prefetch 1, upload 1, route 1, retrieve 1
 compute   send_rows 1.0
@@ -109,10 +108,9 @@ compute   reduce 0               after return_gradients 0.0, return_gradients 0.
 compute   commit 0
 compute   sum_gradients 0
 compute   update 0
-compute   overlap_sync 0         after prefetch 1, upload 1, route 1, retrieve 1
 compute   begin 1                after prefetch 1, upload 1, route 1, retrieve 1
 rows      send_rows 1.0          after begin 1
-host      write_back 0           after overlap_sync 0, send_rows 1.0
+host      write_back 0           after update 0, send_rows 1.0
 host      retrieve 2             after route 2
 input     prefetch 3             after send_rows 1.0
 upload    upload 3               after prefetch 3

@@ -157,6 +157,7 @@ class Comparison:
             clustering=GIVEN_ORDER,
             num_threads=self.threads,
             check_split=False,
+            resident_bytes="minimum",
         )
         trainer.store = self.store
         return trainer

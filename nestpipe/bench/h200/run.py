@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.bench.h200 import four_ranks, models, one_rank, stages
+from nestpipe.bench.h200 import four_ranks, models, one_rank, pool, stages
 from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.report import Record
 from nestpipe.device.streams import default_device
@@ -24,12 +24,13 @@ PARTS: dict[str, Part] = {
     "one-rank": _in_this_process(one_rank.records),
     "four-ranks": four_ranks.records,
     "models": _in_this_process(models.records),
+    "pool": _in_this_process(pool.records),
     "stages": _in_this_process(stages.records),
 }
 
 
 def records(
-    quick: bool, *, part: Annotated[str, typer.Option("--part", help="one-rank, four-ranks, models or stages.")]
+    quick: bool, *, part: Annotated[str, typer.Option("--part", help=f"One of {', '.join(PARTS)}.")]
 ) -> Iterator[Record]:
     if part not in PARTS:
         raise ValueError(f"--part is {part!r}, must be one of {', '.join(PARTS)}")

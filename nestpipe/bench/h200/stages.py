@@ -1,4 +1,4 @@
-"""Part stages of `bench h200`: retrieve, write-back and overlap sync, each against what the machine can do."""
+"""Part stages of `bench h200`: retrieve and write-back of the row pool, each against what the machine can do."""
 
 import statistics
 import time
@@ -16,11 +16,13 @@ from nestpipe.data.batch import Batch, Jagged
 from nestpipe.device.streams import finish
 from nestpipe.device.transfer import host_empty
 from nestpipe.distributed import World
+from nestpipe.embedding.capacity import Capacity
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import memory_on
-from nestpipe.embedding.resident import RecordMemory, retrieve_rows, write_back
+from nestpipe.embedding.resident import Growth
 from nestpipe.embedding.route import OwnerDedup, route_alone
+from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature
 
 
@@ -29,14 +31,13 @@ class StageSize:
     """Sizes of the measurement."""
 
     num_distinct: int = 240_000
-    num_shared: int = 100_000
     num_rounds: int = 15
     num_rows: int = 8_000_000
     dim: int = 512
     num_threads: int = 16
 
 
-QUICK = StageSize(2_000, 1_000, 3, num_rows=20_000, dim=32, num_threads=2)
+QUICK = StageSize(2_000, 3, num_rows=20_000, dim=32, num_threads=2)
 
 
 def records(world: World, quick: bool) -> Iterator[Record]:
@@ -50,9 +51,11 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     owned = [_owned(features, chosen) for chosen in keys]
     table = torch.randn(size.num_rows, size.dim + 1)
     memory = memory_on(device)
-    arrays = RecordMemory(memory)
-    resident = [retrieve_rows(groups, store, arrays) for groups in owned]
-    staged = host_empty((stage.num_distinct, resident[0][0].group.num_columns), torch.float32, device)
+    (group,) = group_features(features).groups
+    pool = RowPool([group], store, memory, Capacity("minimum", device))
+    pool.open(store)
+    pool.grow(Growth((stage.num_distinct,), 0))  # no two batches fit: all keys are missing
+    staged = host_empty((stage.num_distinct, group.num_columns), torch.float32, device)
     on_device = torch.empty_like(staged, device=device)
 
     def host_gather(i: int) -> None:
@@ -67,16 +70,26 @@ def records(world: World, quick: bool) -> Iterator[Record]:
     yield {
         "stage": "retrieve",
         **identity,
-        **_against(lambda i: retrieve_rows(owned[i], store, arrays), up, stage, staged.nbytes, device, "retrieve"),
+        **_against(lambda i: _retrieve(pool, owned[i], None), up, stage, staged.nbytes, device, "retrieve"),
     }
     yield {
         "stage": "write_back",
         **identity,
         **_against(
-            lambda i: write_back(resident[i], store, 1, memory), down, stage, staged.nbytes, device, "write_back"
+            lambda i: pool.flush(),
+            down,
+            stage,
+            staged.nbytes,
+            device,
+            "write_back",
+            lambda i: _retrieve(pool, owned[i], 1),
         ),
     }
-    yield {"stage": "overlap_sync", **identity, **_overlap_sync(stage, device)}
+
+
+def _retrieve(pool: RowPool, dedups: list[OwnerDedup], step: int | None) -> None:
+    """Makes rows resident, and changes them if there is a step."""
+    pool.settle(pool.retrieve(dedups), step)
 
 
 def _owned(features: dict[str, Feature], keys: Tensor) -> list[OwnerDedup]:
@@ -94,10 +107,13 @@ def _against(
     num_bytes: int,
     device: torch.device,
     name: str,
+    prepare: Callable[[int], object] = lambda i: None,
 ) -> dict[str, float]:
-    """Compares our time, which includes host memory and bus, with the slower of the two alone."""
+    """Compares our time, which includes host memory and bus, with the slower of the two alone. prepare: is not
+    timed."""
     times: list[list[float]] = [[], [], []]
     for number in range(stage.num_rounds + 1):
+        prepare(number % 3)
         for which, work in enumerate((ours, *ceilings)):
             seconds = _timed(partial(work, number % 3), device)
             if number > 0:
@@ -108,25 +124,6 @@ def _against(
         for what, seconds in zip((name, "host_ceiling", "bus_ceiling"), times, strict=True)
     }
     return {**rates, **spread(f"{name}_vs_ceiling", ratios)}
-
-
-def _overlap_sync(stage: StageSize, device: torch.device) -> dict[str, float]:
-    width, memory = stage.dim + 1, memory_on(device)
-    arrays = [memory.empty_records(stage.num_distinct, width, torch.float32)[0].normal_() for _ in range(2)]
-    slots = [torch.randperm(stage.num_distinct)[: stage.num_shared].sort().values.to(device) for _ in range(2)]
-    whole = [torch.randn(stage.num_shared, width, device=device) for _ in range(2)]
-    ratios = []
-    for number in range(stage.num_rounds + 1):
-        mine = _timed(lambda: _times(20, lambda: memory.copy_rows(arrays[0], slots[0], arrays[1], slots[1])), device)
-        plain = _timed(lambda: _times(20, lambda: whole[0].copy_(whole[1])), device)
-        if number > 0:
-            ratios.append(plain / mine)
-    return {"shared": stage.num_shared, **spread("overlap_sync_vs_copy", ratios)}
-
-
-def _times(count: int, work: Callable[[], object]) -> None:
-    for _ in range(count):
-        work()
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -66,6 +66,7 @@ def records(quick: bool) -> Iterator[Record]:
     yield _overhead(QUICK_OVERHEAD if quick else OVERHEAD)
     for overlap in (0.0, 0.6, 1.0):
         yield _host_traffic(overlap)
+    yield _host_traffic(0.6, has_room=True)
     yield from small_batch_records(quick)
 
 
@@ -93,7 +94,15 @@ class Tower(nn.Module):
 class Loop:
     """Trains with one schedule, turn by turn."""
 
-    def __init__(self, schedule: str, threads: int, size: Size, batches: list[Batch], spans: list[Span] | None) -> None:
+    def __init__(
+        self,
+        schedule: str,
+        threads: int,
+        size: Size,
+        batches: list[Batch],
+        spans: list[Span] | None,
+        resident_bytes: int | str = "minimum",
+    ) -> None:
         self.threads = threads
         table = Table("item", DIM, optimizer=Adagrad(0.01))
         features: dict[str, Feature] = {"items": Pooled(table)}
@@ -112,6 +121,7 @@ class Loop:
             seed=SEED,
             num_threads=threads,
             trace=self.trace,
+            resident_bytes=resident_bytes,
         )
         self._steps = iter(self.pipeline)
 
@@ -244,14 +254,19 @@ def make_batches(overlap: float, num_batches: int, size: Size) -> list[Batch]:
     return batches
 
 
-def _host_traffic(overlap: float) -> Record:
-    """Compares bytes, not times. The first steps and the last one, which writes all rows back, do not count."""
+def _host_traffic(overlap: float, has_room: bool = False) -> Record:
+    """Compares bytes, not times. The first steps do not count.
+
+    has_room: the pool has room for all rows, and the steps of the first pass over the batches do not count either.
+    """
     small = Size(num_rows=60_000, num_samples=128, keys_a_sample=64, hidden=8)
+    num_batches, first = 20, 20 if has_room else 5
     totals = {}
     for schedule in ("serial", "inter"):
-        loop = Loop(schedule, 1, small, make_batches(overlap, 20, small), None)
-        loop.turn(18)
-        steps = loop.trace.steps[5:18]
+        resident_bytes = small.num_rows * 2 * DIM * 4 if has_room else "minimum"
+        loop = Loop(schedule, 1, small, make_batches(overlap, num_batches, small), None, resident_bytes)
+        loop.turn(first + 13)
+        steps = loop.trace.steps[first : first + 13]
         fields = ("retrieved_bytes_per_step", "written_back_bytes_per_step")
         totals[schedule] = sum(step.sizes[field] for step in steps for field in fields)
         loop.close()
@@ -260,6 +275,7 @@ def _host_traffic(overlap: float) -> Record:
         "ranks": 1,
         "num_micro_batches": 1,
         "overlap": overlap,
+        "capacity": "everything" if has_room else "minimum",
         "seed": SEED,
         "host_traffic_vs_serial": totals["inter"] / totals["serial"],
     }

@@ -43,7 +43,8 @@ class BatchExchange(Protocol):
         """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""
 
     def sum_gradients(self) -> list[Tensor | None]:
-        """Returns the sum of the gradients that all ranks returned, by slot; None for a frozen group."""
+        """Returns the sum of the gradients that all ranks returned, by owned key; None for a frozen
+        group."""
 
 
 class Exchange(Protocol):

@@ -18,7 +18,7 @@ from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import MessageSizes, Plan, make_plan
+from nestpipe.embedding.plan import GroupPlan, MessageSizes, Plan, TravelList, make_plan
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 
@@ -76,7 +76,6 @@ class DistributedBatch:
         self.row_bytes = self.gradient_bytes = 0
         self.exceeds = memory.new_flag()
         self._plan = plan
-        self._resident = resident
         self._rows_channel = rows
         self._gradients_channel = gradients
         self._memory = memory
@@ -87,6 +86,10 @@ class DistributedBatch:
         self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
+        self._sources = [rows.sent_from()[0] for rows in resident]
+        """Owner: array of rows that are sent, by group."""
+        self._sent = [_places_of(lists, rows) for lists, rows in zip(plan.groups, resident, strict=True)]
+        """Owner: places in it of the rows that are sent, by group."""
         self._outgoing: dict[int, Outgoing] = {}
         """Rows that were written ahead, by micro-batch."""
 
@@ -98,9 +101,9 @@ class DistributedBatch:
             # Rows are frozen, so the next message is written while this one travels. This thread then waits only once.
             if outgoing.ready is not None and micro_batch + 1 < self._num_micro_batches:
                 self._outgoing[micro_batch + 1] = self._write_rows(micro_batch + 1)
-            for lists, resident, target in zip(self._plan.groups, self._resident, targets, strict=True):
-                slots, places = lists.rows_out.own(micro_batch), lists.rows_in.own(micro_batch)
-                self._memory.copy_rows(resident.frozen_rows, slots, target, places)
+            for g, target in enumerate(targets):
+                slots, places = self._sent[g].own(micro_batch), self._plan.groups[g].rows_in.own(micro_batch)
+                self._memory.copy_rows(self._sources[g], slots, target, places)
 
         self.row_bytes += self._plan.rows_out.row_bytes[micro_batch]
         sizes = self._plan.rows_out, self._plan.rows_in
@@ -113,9 +116,9 @@ class DistributedBatch:
     def _write_rows(self, micro_batch: int) -> Outgoing:
         """Writes the rows that this owner sends to other ranks."""
         message = self._memory.empty_message(self._plan.rows_out.num_bytes[micro_batch])
-        for lists, resident in zip(self._plan.groups, self._resident, strict=True):
-            slots, in_message = lists.rows_out.others(micro_batch), lists.rows_out.in_message(micro_batch)
-            self._codec.write(self._memory, resident.frozen_rows, slots, message, in_message)
+        for source, sent in zip(self._sources, self._sent, strict=True):
+            slots, in_message = sent.others(micro_batch), sent.in_message(micro_batch)
+            self._codec.write(self._memory, source, slots, message, in_message)
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[Tensor]:
@@ -208,6 +211,12 @@ class DistributedBatch:
             yield received
         finally:
             self._memory.consumed(received)
+
+
+def _places_of(lists: GroupPlan, resident: ResidentRows) -> TravelList:
+    """Returns the places of the rows that an owner sends."""
+    _, slots = resident.sent_from()
+    return lists.rows_out if slots is None else lists.rows_out.select(slots)
 
 
 class _Requester:

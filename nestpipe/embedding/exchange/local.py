@@ -1,7 +1,7 @@
 """The exchange in a world of one: nothing travels.
 
-A position is a slot, so the rows of a micro-batch are gathered from the resident rows, and their gradients are summed
-by slot.
+A position is the index of an owned key, so the rows of a micro-batch are gathered from the resident rows, and their
+gradients are summed by owned key.
 """
 
 from collections.abc import Sequence
@@ -50,18 +50,27 @@ class LocalBatch:
         self._memory = memory
         self._groups = list(zip(batch.groups, resident, strict=True))
         self._is_split = batch.num_micro_batches > 1
+        self._places = [self._places_of(dedup, rows) for dedup, rows in self._groups]
         self._rows: dict[int, list[Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
 
     def send_rows(self, micro_batch: int) -> None:
-        self._rows[micro_batch] = [self._gather(dedup, rows, micro_batch) for dedup, rows in self._groups]
+        self._rows[micro_batch] = [self._gather(g, micro_batch) for g in range(len(self._groups))]
 
-    def _gather(self, dedup: RequesterDedup, resident: ResidentRows, micro_batch: int) -> Tensor:
-        group = dedup.group
-        rows = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype)
-        # The only micro-batch has all rows, in the order of their slots.
-        places = dedup.row_positions[dedup.rows_of(micro_batch)] if self._is_split else None
-        self._memory.copy_rows(resident.frozen_rows, places, rows, None)
+    def _places_of(self, dedup: RequesterDedup, resident: ResidentRows) -> Tensor | None:
+        """Returns the place of each row of each micro-batch among the resident rows; None for all in order."""
+        _, slots = resident.sent_from()
+        if not self._is_split:  # the only micro-batch has all keys, in order
+            return slots
+        return dedup.row_positions if slots is None else slots.index_select(0, dedup.row_positions)
+
+    def _gather(self, g: int, micro_batch: int) -> Tensor:
+        (dedup, resident), places = self._groups[g], self._places[g]
+        source, _ = resident.sent_from()
+        rows = self._memory.empty_rows(dedup.num_rows(micro_batch), dedup.group.dim, dedup.group.dtype)
+        if self._is_split and places is not None:
+            places = places[dedup.rows_of(micro_batch)]
+        self._memory.copy_rows(source, places, rows, None)
         return rows
 
     def rows(self, micro_batch: int) -> list[Tensor]:

@@ -1,0 +1,293 @@
+"""The row pool: rows stay in their slots on the device, as long as there is room for them.
+
+A batch is a list of slots, in order of its owned keys. A key that is resident keeps its slot, so nothing is copied for
+keys that consecutive batches share. Other keys get free slots, or those of keys that no batch in flight uses, least
+recently used first. Only the records of such victims are written to the host store, and only those of missing keys are
+read from it. docs/row-pool.md has the rules that make the result independent of the number of slots.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestpipe.device.growing import GrowingArray
+from nestpipe.device.tally import embedding_memory
+from nestpipe.embedding.capacity import Capacity, PoolSize
+from nestpipe.embedding.group import TableGroup
+from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.resident import (
+    Growth,
+    ResidentBatch,
+    ResidentRows,
+    offsets_among,
+    offsets_within,
+    table_full_error,
+)
+from nestpipe.embedding.route import OwnerDedup
+from nestpipe.store import Store, Writer, match_tables
+from nestpipe.store.native.slot_ops import Admission, SlotIndex, SlotRecords
+
+
+class RowPool:
+    """See Residence. A rank has one. It outlives a run, and has nothing to write between runs."""
+
+    def __init__(self, groups: Sequence[TableGroup], store: Store, memory: Memory, capacity: Capacity) -> None:
+        self.store = store
+        self.capacity = capacity
+        self.num_rows = 0
+        """Resident rows after the last retrieve. A number of its own: the index may be in use by the host lane."""
+        self._writes = _Writes(store)
+        self._groups = [GroupPool(group, store, self._writes, memory) for group in groups]
+        self._memory = memory
+        self._growing = threading.Lock()
+        self._num_batches = 0
+        self._in_flight: list[int] = []
+        """Batches that are resident and whose outcome is not known."""
+        self._is_retrieving = False
+
+    @property
+    def is_limited(self) -> bool:
+        return self.capacity.limit_bytes is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the memory of all slots."""
+        return sum(pool.records.num_bytes for pool in self._groups)
+
+    # ---- capacity ----
+
+    def growth(self, previous: Sequence[OwnerDedup] | None, current: Sequence[OwnerDedup]) -> Growth:
+        before = previous if previous is not None else [None] * len(current)
+        trios = zip(self._groups, before, current, strict=True)
+        needed = [pool.num_needed(earlier, later) for pool, earlier, later in trios]
+        with self._growing:
+            return self.capacity.growth(needed, self._sizes())
+
+    def grow(self, growth: Growth) -> None:
+        with self._growing:
+            for pool, number in zip(self._groups, growth.num_slots, strict=True):
+                pool.grow(number)
+
+    def expand(self, most_bytes: int | None) -> None:
+        with self._growing:
+            most_slots = self.capacity.expansion(self._sizes(), most_bytes)
+            for pool, number in zip(self._groups, most_slots, strict=True):
+                pool.most_slots = number
+
+    def _sizes(self) -> list[PoolSize]:
+        return [PoolSize(pool.records.num_rows, pool.most_slots, pool.records.row_bytes) for pool in self._groups]
+
+    # ---- a run ----
+
+    def open(self, writer: Writer | Store) -> None:
+        has_foreign = self._writes.has_foreign()
+        self._writes.writer = writer
+        self.flush()  # a run that failed may have left something
+        if has_foreign or self._is_retrieving or self._in_flight:
+            self.forget()
+        self._writes.accept_foreign()
+
+    def close(self) -> None:
+        self._writes.writer = self.store
+
+    def flush(self) -> None:
+        for pool in self._groups:
+            pool.flush()
+
+    def forget(self) -> None:
+        for pool in self._groups:
+            pool.index.clear()
+        self._in_flight.clear()
+        self._is_retrieving = False
+        self.num_rows = 0
+
+    # ---- batches ----
+
+    def retrieve(self, dedups: Sequence[OwnerDedup]) -> ResidentBatch:
+        self._num_batches += 1
+        batch = ResidentBatch([], self._num_batches)
+        first_in_flight = min(self._in_flight, default=batch.number)
+        self._is_retrieving = True  # stays so if the user interrupts the call, whose state is then not known
+        try:
+            for pool, dedup in zip(self._groups, dedups, strict=True):
+                with self._growing:
+                    pool.grow_for(len(dedup.keys))
+                pool.retrieve(dedup, batch, first_in_flight)
+        except Exception:
+            self._is_retrieving = False
+            raise
+        batch.new_rows = [
+            pool.index.claim(rows.host_slots)
+            for pool, rows in zip(self._groups, batch.groups, strict=True)
+            if rows.host_slots is not None
+        ]
+        self._is_retrieving = False
+        self._upload_slots(batch)
+        self._in_flight.append(batch.number)
+        self.num_rows = sum(pool.index.num_resident for pool in self._groups)
+        return batch
+
+    def _upload_slots(self, batch: ResidentBatch) -> None:
+        in_host = [rows.host_slots for rows in batch.groups if rows.host_slots is not None]
+        uploaded = self._memory.upload(_Lists(in_host))
+        embedding_memory.add_all(uploaded)
+        for rows, slots in zip(batch.groups, uploaded.lists, strict=True):
+            rows.slots = slots
+
+    def room_error(self, batch: ResidentBatch) -> Exception | None:
+        if self._writes.has_foreign():
+            return RuntimeError(
+                "the store was written to while a pipeline is open on it, so that resident rows hide what was written; "
+                "nothing of this step was applied. Write to the store between two runs"
+            )
+        for rows, num_new in zip(batch.groups, batch.new_rows, strict=True):
+            if not rows.group.frozen:
+                num_rows = self.store.sizes(rows.group.names) + num_new
+                if (error := table_full_error(rows.group, num_rows)) is not None:
+                    return error
+        return None
+
+    def settle(self, batch: ResidentBatch, step: int | None) -> None:
+        for pool, rows in zip(self._groups, batch.groups, strict=True):
+            assert rows.host_slots is not None
+            pool.index.settle(rows.host_slots, None if rows.group.frozen else step)
+        self._in_flight.remove(batch.number)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    lists: list[Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_Lists":
+        return _Lists([function(tensor) for tensor in self.lists])
+
+
+class _Writes:
+    """The pool's writes to the store, counted: any other write makes resident rows outdated."""
+
+    def __init__(self, store: Store) -> None:
+        self.writer: Writer | Store = store
+        self._store = store
+        self._num_known = store.num_writes
+
+    def scatter(
+        self, group: TableGroup, records: SlotRecords, stretch: slice, array: Tensor, places: Tensor | None
+    ) -> None:
+        offsets, keys = offsets_within(records.offsets, stretch), records.keys[stretch]
+        is_current = not self.has_foreign()
+        try:
+            columns = array[:, : group.num_columns]
+            self.writer.scatter_tables(group.names, offsets, keys, columns, places, records.steps[stretch])
+        finally:
+            if is_current:
+                self.accept_foreign()
+
+    def has_foreign(self) -> bool:
+        """Returns whether the store had writes that were not the pool's."""
+        return self._store.num_writes != self._num_known
+
+    def accept_foreign(self) -> None:
+        self._num_known = self._store.num_writes
+
+
+class GroupPool:
+    """The slots of one table group."""
+
+    def __init__(self, group: TableGroup, store: Store, writes: _Writes, memory: Memory) -> None:
+        self.index = SlotIndex(group.salts, store.num_threads)
+        self.records: GrowingArray = memory.new_records(group.num_columns, group.dtype)
+        self.most_slots = 0
+        """Slots that the group may take when rows would have to leave otherwise."""
+        self._group = group
+        self._store = store
+        self._writes = writes
+        self._memory = memory
+
+    def num_needed(self, previous: OwnerDedup | None, current: OwnerDedup) -> int:
+        """Returns the slots that two consecutive batches need, or more if the pool has those."""
+        if previous is None:
+            return len(current.keys)
+        num_keys = len(previous.keys) + len(current.keys)
+        if num_keys <= self.records.num_rows:
+            return num_keys
+        lists = previous.keys, previous.table_offsets, current.keys, current.table_offsets
+        return num_keys - int((match_tables(*lists, self._store.num_threads) >= 0).sum())
+
+    def grow(self, num_slots: int) -> None:
+        if num_slots > self.records.num_rows:
+            self.records.grow(num_slots)
+            self.index.grow(num_slots)
+
+    def grow_for(self, num_keys: int) -> None:
+        """Takes more slots, if it may, when so many missing keys would make rows leave."""
+        num_slots, num_free = self.records.num_rows, self.index.num_free
+        if num_free >= num_keys or num_slots >= self.most_slots:
+            return
+        wanted = num_slots + max(num_keys - num_free, num_slots // 4)
+        try:
+            self.grow(min(wanted, self.most_slots))
+        except MemoryError:  # others have taken it: rows leave instead
+            self.most_slots = num_slots
+
+    def retrieve(self, dedup: OwnerDedup, batch: ResidentBatch, first_in_flight: int) -> None:
+        """Makes the rows of a batch resident, and adds them to it."""
+        admission = self.index.admit(dedup.table_offsets, dedup.keys, batch.number, first_in_flight)
+        swap = _Swap(self, dedup, admission)
+        try:
+            self._memory.swap_records(
+                self.records.rows, admission.leaving.slots, swap.write_back, swap.slots, swap.retrieve
+            )
+            # Only now: a key in the index must have its record in its slot.
+            self.index.fill(swap.offsets, swap.keys, swap.slots, swap.is_stored, batch.number)
+        except BaseException:
+            self.index.release(swap.slots[: swap.num_held])
+            raise
+        rows = ResidentRows(dedup.group, dedup.keys, dedup.table_offsets, self.records.rows, None, admission.slots)
+        batch.groups.append(rows)
+        batch.num_retrieved_keys += len(swap.slots)
+        batch.num_retrieved_bytes += len(swap.slots) * dedup.group.record_bytes
+        batch.num_written_bytes += len(admission.leaving.slots) * dedup.group.record_bytes
+
+    def write_back(self, records: SlotRecords, stretch: slice, array: Tensor, places: Tensor | None) -> None:
+        self._writes.scatter(self._group, records, stretch, array, places)
+
+    def gather(self, offsets: Tensor, keys: Tensor, array: Tensor, places: Tensor | None, is_stored: Tensor) -> None:
+        columns = array[:, : self._group.num_columns]
+        self._store.gather_tables(self._group.names, offsets, keys, columns, places, is_stored)
+
+    def flush(self) -> None:
+        dirty = self.index.dirty()
+
+        def scatter(array: Tensor, stretch: slice, places: Tensor | None) -> None:
+            self.write_back(dirty, stretch, array, places)
+            self.index.clean(dirty.slots[stretch])
+
+        if len(dirty.slots) > 0:
+            self._memory.drain_records(self.records.rows, dirty.slots, scatter)
+
+
+class _Swap:
+    """Missing keys of a batch that take the place of others."""
+
+    def __init__(self, pool: GroupPool, dedup: OwnerDedup, admission: Admission) -> None:
+        missing = admission.missing
+        self.slots, self.keys = admission.slots[missing], dedup.keys[missing]
+        self.offsets = offsets_among(missing, dedup.table_offsets)
+        self.is_stored = torch.empty(len(missing), dtype=torch.bool)
+        self.num_held = len(missing) - len(admission.leaving.slots)
+        """Slots that may be overwritten: their records, if they had any, are in the host store."""
+        self._pool = pool
+        self._leaving = admission.leaving
+
+    def write_back(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        self._pool.write_back(self._leaving, stretch, array, places)
+        # Only now: the newest record of a key must be in its slot or in the store.
+        self._pool.index.evict(self._leaving.slots[stretch])
+        self.num_held += stretch.stop - stretch.start
+
+    def retrieve(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        offsets, keys = offsets_within(self.offsets, stretch), self.keys[stretch]
+        self._pool.gather(offsets, keys, array, places, self.is_stored[stretch])
