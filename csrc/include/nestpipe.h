@@ -324,6 +324,18 @@ NESTPIPE_API nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const i
                                                   int64_t* key_slots, int64_t* missing, int64_t* num_missing,
                                                   const nestpipe_slot_records* leaving);
 
+/* The missing keys of a batch, as nestpipe_slots_admit lists them, and their slots. Needs no lock.
+ *   offsets, keys, num_tables  of the batch
+ *   key_slots                  [offsets[num_tables]] the slot of each key
+ *   missing                    [num_missing] indices of keys, ascending
+ *   missing_slots              [num_missing]
+ *   missing_keys               [num_missing]
+ *   missing_offsets            [num_tables + 1] table t has missing keys missing_offsets[t] .. [t + 1] - 1 */
+NESTPIPE_API nestpipe_status nestpipe_slots_select(const int64_t* offsets, const int64_t* keys, int64_t num_tables,
+                                                   const int64_t* key_slots, const int64_t* missing,
+                                                   int64_t num_missing, int64_t* missing_slots, int64_t* missing_keys,
+                                                   int64_t* missing_offsets);
+
 /* Takes the slots of dirty victims, whose records are in the store now. */
 NESTPIPE_API nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);
 

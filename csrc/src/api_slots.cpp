@@ -93,6 +93,31 @@ nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offse
     });
 }
 
+nestpipe_status nestpipe_slots_select(const int64_t* offsets, const int64_t* keys, int64_t num_tables,
+                                      const int64_t* key_slots, const int64_t* missing, int64_t num_missing,
+                                      int64_t* missing_slots, int64_t* missing_keys, int64_t* missing_offsets) {
+    return guarded([&] {
+        need(offsets, "offsets");
+        need(missing_offsets, "missing_offsets");
+        need_count(num_missing, "num_missing");
+        for (const int64_t* array : {keys, key_slots, missing}) need_array(array, num_missing, "keys and missing");
+        need_array(missing_slots, num_missing, "missing_slots");
+        need_array(missing_keys, num_missing, "missing_keys");
+        int64_t t = 0;
+        missing_offsets[0] = 0;
+        for (int64_t i = 0; i < num_missing; ++i) {
+            const int64_t key = missing[i];
+            if (key < 0 || key >= offsets[num_tables] || (i > 0 && key <= missing[i - 1]))
+                refuse("missing[" + std::to_string(i) + "] is " + std::to_string(key) +
+                       ": the indices must ascend from 0 to " + std::to_string(offsets[num_tables] - 1));
+            while (offsets[t + 1] <= key) missing_offsets[++t] = i;
+            missing_slots[i] = key_slots[key];
+            missing_keys[i] = keys[key];
+        }
+        while (t < num_tables) missing_offsets[++t] = num_missing;
+    });
+}
+
 nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const int64_t* list, int64_t num_slots) {
     return guarded([&] { the_slots(slots).evict(list_of(list, num_slots)); });
 }

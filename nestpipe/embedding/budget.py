@@ -102,16 +102,16 @@ class DeviceBudget:
     def error(self, route: Route, plan: Plan | None, record_bytes: int) -> ValueError | None:
         """Returns an error if a batch does not fit; else None. record_bytes: memory of all slots."""
         window = widest(route, plan, self._is_windowed, self._is_staged)
-        stretches = self._stretches(route)
+        stretches = self._stretch(route) if self._is_overlapping and not self._is_host else 0
         needed = DeviceBytes(
             records=record_bytes,
-            stretches=0 if self._is_host else stretches,
+            stretches=stretches,
             lists=self._lists(route, plan),
             kept_rows=window.kept_rows,
             rows=window.rows,
             gradients=window.gradients,
             messages=window.messages,
-            staging=window.in_host + (0 if self._is_host else 2 * stretches),
+            staging=window.in_host + (0 if self._is_host else 4 * self._stretch(route)),
         )
         if needed.total > self.budget_bytes:
             return ValueError(self._refusal(needed, route))
@@ -127,10 +127,11 @@ class DeviceBudget:
             f"memory.device_budget_bytes, {megabytes(self.budget_bytes)} MB: {needed}. It was not trained. {REMEDY}"
         )
 
-    def _stretches(self, route: Route) -> int:
-        """Returns the bytes of one stretch in each direction, of the group that needs most."""
+    def _stretch(self, route: Route) -> int:
+        """Returns the bytes of one stretch of the group that needs most. The device has one at a time, for records on
+        their way between slots and the host; the host has two in each direction."""
         sizes = [len(dedup.keys) * dedup.group.record_bytes for dedup in route.owner_dedups]
-        return 2 * min(STRETCH_BYTES, max(sizes, default=0))
+        return min(STRETCH_BYTES, max(sizes, default=0))
 
     def _lists(self, route: Route, plan: Plan | None) -> int:
         """Returns the bytes of the lists of this batch and the previous one. Overlapping schedules have three more: the

@@ -53,6 +53,12 @@ class DeviceMemory:
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         return uploaded(with_occurrences(features, batch), self.device)
 
+    def empty_list(self, number: int) -> Tensor:
+        return host_empty((number,), torch.int64, self.device)
+
+    def upload_list(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.device, non_blocking=True)
+
     def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
         self._link.swap(records, _NONE, _no_call, slots, gather)
 

@@ -7,13 +7,13 @@ directions of the link are used at once. On the device a kernel copies records b
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for
+from nestpipe.device.streams import Mark, Streams, is_accelerator, mark, use_here, wait_for
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty
 from nestpipe.embedding.memory import HostCall
 from nestpipe.kernels.rows import copy as row_kernels
 
-STRETCH_BYTES = 32 << 20
+STRETCH_BYTES = 64 << 20
 """Bytes of records that are copied at a time: enough work for all threads of the host store."""
 
 
@@ -57,48 +57,57 @@ class HostLink:
         out = None if leaving is None else self._uploaded(leaving)
         into = None if arriving is None else self._uploaded(arriving)
         begun = mark(self._device)  # records may still be written by work that this stream waits for
-        for k, first in enumerate(range(0, max(num_out, num_in), per_stretch)):
-            out_stretch, in_stretch = (slice(first, min(first + per_stretch, num)) for num in (num_out, num_in))
-            outgoing, incoming = self._outgoing[k % 2], self._incoming[k % 2]
-            if first < num_out:
-                copied = self._copy_out(records, out, out_stretch, outgoing, begun)
-            if first < num_in:
-                incoming.wait()
-                filled = incoming.records(in_stretch.stop - first, records)
-                gather(filled, in_stretch, None)
-            if first < num_out:
-                outgoing.wait()
-                scatter(copied, out_stretch, None)
-            if first < num_in:
-                self._copy_in(records, into, in_stretch, filled)
-                incoming.done = mark(self._device)
+        out_stretches, in_stretches = _stretches(num_out, per_stretch), _stretches(num_in, per_stretch)
+        copied = [self._copy_out(records, out, stretch, 0, begun) for stretch in out_stretches[:1]]
+        for k in range(max(len(out_stretches), len(in_stretches))):
+            # The next stretch travels while the host store works on this one.
+            copied += [self._copy_out(records, out, stretch, k + 1, begun) for stretch in out_stretches[k + 1 : k + 2]]
+            if k < len(in_stretches):
+                filled = self._filled(records, in_stretches[k], k, gather)
+            if k < len(out_stretches):
+                self._outgoing[k % 2].wait()
+                scatter(copied[k], out_stretches[k], None)
+            if k < len(in_stretches):
+                self._copy_in(records, into, in_stretches[k], filled)
+                self._incoming[k % 2].done = mark(self._device)
 
-    def _copy_out(
-        self, records: Tensor, slots: Tensor | None, out_stretch: slice, outgoing: _Stretch, begun: Mark
-    ) -> Tensor:
-        """Begins to copy records to the host, in a stream of its own: the other direction goes on meanwhile."""
-        copied = outgoing.records(out_stretch.stop - out_stretch.start, records)
+    def _filled(self, records: Tensor, stretch: slice, k: int, gather: HostCall) -> Tensor:
+        """Returns the records of stretch k from the host store, in pinned memory."""
+        self._incoming[k % 2].wait()
+        filled = self._incoming[k % 2].records(stretch.stop - stretch.start, records)
+        gather(filled, stretch, None)
+        return filled
+
+    def _copy_out(self, records: Tensor, slots: Tensor | None, stretch: slice, k: int, begun: Mark) -> Tensor:
+        """Begins to copy stretch k to the host, in a stream of its own: the other direction goes on meanwhile."""
+        outgoing = self._outgoing[k % 2]
+        copied = outgoing.records(stretch.stop - stretch.start, records)
         with self._streams.on_lane("out"):
             wait_for(begun)
             if slots is None:
-                source = records[out_stretch]
+                source = records[stretch]
             else:
                 use_here(slots)
                 source = torch.empty_like(copied, device=self._device)
                 embedding_memory.add(source)
-                row_kernels.copy_rows(records, slots[out_stretch], source, None)
+                row_kernels.copy_rows(records, slots[stretch], source, None)
             copied.copy_(source, non_blocking=True)
             outgoing.done = mark(self._device)
         return copied
 
-    def _copy_in(self, records: Tensor, slots: Tensor | None, in_stretch: slice, filled: Tensor) -> None:
+    def _copy_in(self, records: Tensor, slots: Tensor | None, stretch: slice, filled: Tensor) -> None:
         if slots is None:
-            records[in_stretch].copy_(filled, non_blocking=True)
+            records[stretch].copy_(filled, non_blocking=True)
         else:
             arrived = filled.to(self._device, non_blocking=True)
             embedding_memory.add(arrived)
-            row_kernels.copy_rows(arrived, None, records, slots[in_stretch])
+            row_kernels.copy_rows(arrived, None, records, slots[stretch])
 
     def _uploaded(self, slots: Tensor) -> Tensor:
-        staged = host_empty((len(slots),), slots.dtype, self._device).copy_(slots)
-        return staged.to(self._device, non_blocking=True)
+        if is_accelerator(self._device) and not slots.is_pinned():
+            slots = host_empty((len(slots),), slots.dtype, self._device).copy_(slots)
+        return slots.to(self._device, non_blocking=True)
+
+
+def _stretches(number: int, per_stretch: int) -> list[slice]:
+    return [slice(first, min(first + per_stretch, number)) for first in range(0, number, per_stretch)]

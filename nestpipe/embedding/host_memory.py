@@ -40,6 +40,12 @@ class HostMemory:
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         return batch
 
+    def empty_list(self, number: int) -> Tensor:
+        return torch.empty(number, dtype=torch.int64)
+
+    def upload_list(self, numbers: Tensor) -> Tensor:
+        return numbers
+
     def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
         gather(records, slice(0, len(records if slots is None else slots)), slots)
 

@@ -43,6 +43,12 @@ class Memory(Protocol):
     def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
         """Returns a batch with the model's inputs and the row index in this memory. Keys stay in host memory."""
 
+    def empty_list(self, number: int) -> Tensor:
+        """Returns an uninitialised list of int64 in host memory, from which upload_list copies fastest."""
+
+    def upload_list(self, numbers: Tensor) -> Tensor:
+        """Returns a list of empty_list in this memory."""
+
     def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
         """Fills slots from the host store; `gather` writes to host memory. slots: in host memory; None for all."""
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nestpipe.embedding.group import TableGroup
@@ -124,11 +123,6 @@ def offsets_within(offsets: Tensor, stretch: slice) -> Tensor:
     """Returns the offsets of the tables in a stretch of a list."""
     within: Tensor = offsets.clamp(stretch.start, stretch.stop) - stretch.start
     return within
-
-
-def offsets_among(chosen: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the offsets of the tables among chosen entries of a list, which ascend."""
-    return torch.from_numpy(np.searchsorted(chosen.numpy(), offsets.numpy()))
 
 
 def table_full_error(group: TableGroup, num_rows: Tensor) -> ValueError | None:

@@ -7,8 +7,7 @@ read from it. docs/row-pool.md has the rules that make the result independent of
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from nestpipe.embedding.resident import (
     Growth,
     ResidentBatch,
     ResidentRows,
-    offsets_among,
     offsets_within,
     table_full_error,
 )
@@ -125,17 +123,9 @@ class RowPool:
             if rows.host_slots is not None
         ]
         self._is_retrieving = False
-        self._upload_slots(batch)
         self._in_flight.append(batch.number)
         self.num_rows = sum(pool.index.num_resident for pool in self._groups)
         return batch
-
-    def _upload_slots(self, batch: ResidentBatch) -> None:
-        in_host = [rows.host_slots for rows in batch.groups if rows.host_slots is not None]
-        uploaded = self._memory.upload(_Lists(in_host))
-        embedding_memory.add_all(uploaded)
-        for rows, slots in zip(batch.groups, uploaded.lists, strict=True):
-            rows.slots = slots
 
     def room_error(self, batch: ResidentBatch) -> Exception | None:
         if self._writes.has_foreign():
@@ -155,14 +145,6 @@ class RowPool:
             assert rows.host_slots is not None
             pool.index.settle(rows.host_slots, None if rows.group.frozen else step)
         self._in_flight.remove(batch.number)
-
-
-@dataclass(frozen=True)
-class _Lists:
-    lists: list[Tensor]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_Lists":
-        return _Lists([function(tensor) for tensor in self.lists])
 
 
 class _Writes:
@@ -234,8 +216,9 @@ class GroupPool:
 
     def retrieve(self, dedup: OwnerDedup, batch: ResidentBatch, first_in_flight: int) -> None:
         """Makes the rows of a batch resident, and adds them to it."""
-        admission = self.index.admit(dedup.table_offsets, dedup.keys, batch.number, first_in_flight)
-        swap = _Swap(self, dedup, admission)
+        batches = batch.number, first_in_flight
+        admission = self.index.admit(dedup.table_offsets, dedup.keys, *batches, self._memory.empty_list)
+        swap = _Swap(self, admission)
         try:
             self._memory.swap_records(
                 self.records.rows, admission.leaving.slots, swap.write_back, swap.slots, swap.retrieve
@@ -245,7 +228,9 @@ class GroupPool:
         except BaseException:
             self.index.release(swap.slots[: swap.num_held])
             raise
-        rows = ResidentRows(dedup.group, dedup.keys, dedup.table_offsets, self.records.rows, None, admission.slots)
+        slots = self._memory.upload_list(admission.slots)
+        embedding_memory.add(slots)
+        rows = ResidentRows(dedup.group, dedup.keys, dedup.table_offsets, self.records.rows, slots, admission.slots)
         batch.groups.append(rows)
         batch.num_retrieved_keys += len(swap.slots)
         batch.num_retrieved_bytes += len(swap.slots) * dedup.group.record_bytes
@@ -272,12 +257,14 @@ class GroupPool:
 class _Swap:
     """Missing keys of a batch that take the place of others."""
 
-    def __init__(self, pool: GroupPool, dedup: OwnerDedup, admission: Admission) -> None:
-        missing = admission.missing
-        self.slots, self.keys = admission.slots[missing], dedup.keys[missing]
-        self.offsets = offsets_among(missing, dedup.table_offsets)
-        self.is_stored = torch.empty(len(missing), dtype=torch.bool)
-        self.num_held = len(missing) - len(admission.leaving.slots)
+    def __init__(self, pool: GroupPool, admission: Admission) -> None:
+        self.slots, self.keys, self.offsets = (
+            admission.missing_slots,
+            admission.missing_keys,
+            admission.missing_offsets,
+        )
+        self.is_stored = torch.empty(len(self.keys), dtype=torch.bool)
+        self.num_held = len(self.keys) - len(admission.leaving.slots)
         """Slots that may be overwritten: their records, if they had any, are in the host store."""
         self._pool = pool
         self._leaving = admission.leaving

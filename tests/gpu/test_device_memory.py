@@ -14,7 +14,7 @@ from nestpipe.embedding.optim import Adagrad
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import on_ranks
 
-DIM, NUM_SAMPLES, PER_SAMPLE = 256, 1000, 30
+DIM, NUM_SAMPLES, PER_SAMPLE = 256, 8000, 30
 
 
 class Sum(nn.Module):
@@ -28,7 +28,7 @@ class Sum(nn.Module):
 
 def batch_of(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(100_000, (NUM_SAMPLES * PER_SAMPLE,), generator=generator)
+    values = torch.randint(800_000, (NUM_SAMPLES * PER_SAMPLE,), generator=generator)
     return Batch({"items": Jagged(values, torch.arange(NUM_SAMPLES + 1) * PER_SAMPLE)})
 
 

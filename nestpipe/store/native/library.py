@@ -163,6 +163,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         POINTER(c_int64),
         POINTER(NativeSlotRecords),
     ),
+    "slots_select": (c_void_p, c_void_p, c_int64, c_void_p, *_KEYS, c_void_p, c_void_p, c_void_p),
     "slots_evict": _SLOT_LIST,
     "slots_fill": (*_SLOT_KEYS, c_void_p, c_void_p, c_int64),
     "slots_release": _SLOT_LIST,

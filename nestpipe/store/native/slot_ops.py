@@ -5,6 +5,7 @@ are distinct, as are the slots of a list. A call that raises has changed nothing
 """
 
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import NoReturn
@@ -37,9 +38,21 @@ class Admission:
     """Slot of each key. Those of missing keys are not filled yet."""
     missing: Tensor
     """Indices of the keys that were not resident, ascending."""
+    missing_slots: Tensor
+    missing_keys: Tensor
+    missing_offsets: Tensor
+    """[tables + 1]: table t has missing keys missing_offsets[t] .. missing_offsets[t + 1] - 1."""
     leaving: SlotRecords
     """Dirty victims. The last len(leaving.slots) of the missing keys have their slots, in the same order, once they are
     evicted. The slots of all other missing keys may be overwritten at once."""
+
+
+Allocate = Callable[[int], Tensor]
+"""(number) -> uninitialised int64 tensor in host memory."""
+
+
+def _allocate(number: int) -> Tensor:
+    return torch.empty(number, dtype=torch.int64)
 
 
 class SlotIndex:
@@ -92,17 +105,21 @@ class SlotIndex:
         call("slots_find", *arguments, pointer(slots))
         return slots
 
-    def admit(self, offsets: Tensor, keys: Tensor, batch: int, first_in_flight: int) -> Admission:
+    def admit(
+        self, offsets: Tensor, keys: Tensor, batch: int, first_in_flight: int, allocate: Allocate = _allocate
+    ) -> Admission:
         """Finds the slots of resident keys, and gives slots to the others: free ones, lowest first, then those of
         victims, least recently used first.
 
         A victim was last used by a batch before `first_in_flight`, and no batch has claimed it. Clean victims are no
         longer resident. Dirty ones are until `evict`; if that is not called, they stay and may be chosen again. Raises
         ValueError if there are too few slots; resident keys of the batch may count as used then.
+
+        allocate: makes the tensors of slots, for example in pinned memory.
         """
         arguments = self._keys(offsets, keys)
-        slots, missing, num_missing = torch.empty_like(keys), torch.empty_like(keys), c_int64()
-        records, room = self._room(len(keys))
+        slots, missing, num_missing = allocate(len(keys)), torch.empty_like(keys), c_int64()
+        records, room = self._room(len(keys), allocate)
         _check_number("batch", batch)
         _check_number("first_in_flight", first_in_flight)
         call(
@@ -115,7 +132,30 @@ class SlotIndex:
             byref(num_missing),
             byref(room),
         )
-        return Admission(slots, missing[: num_missing.value], _cut(records))
+        missing = missing[: num_missing.value]
+        return Admission(slots, missing, *self._selected(offsets, keys, slots, missing, allocate), _cut(records))
+
+    def _selected(
+        self, offsets: Tensor, keys: Tensor, slots: Tensor, missing: Tensor, allocate: Allocate
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        missing_slots, missing_keys, missing_offsets = (
+            allocate(len(missing)),
+            torch.empty_like(missing),
+            torch.empty_like(offsets),
+        )
+        call(
+            "slots_select",
+            pointer(offsets),
+            pointer(keys),
+            self._num_tables,
+            pointer(slots),
+            pointer(missing),
+            len(missing),
+            pointer(missing_slots),
+            pointer(missing_keys),
+            pointer(missing_offsets),
+        )
+        return missing_slots, missing_keys, missing_offsets
 
     def evict(self, slots: Tensor) -> None:
         """Ends the stay of dirty victims, whose records are in the store now. Their slots belong to the admission."""
@@ -182,9 +222,9 @@ class SlotIndex:
         check_values("slots", slots, torch.int64)
         return self._slots, pointer(slots), len(slots)
 
-    def _room(self, capacity: int) -> tuple[SlotRecords, NativeSlotRecords]:
+    def _room(self, capacity: int, allocate: Allocate = _allocate) -> tuple[SlotRecords, NativeSlotRecords]:
         """Returns room for slots, as tensors and as the native library takes it."""
-        slots, keys, steps = (torch.empty(capacity, dtype=torch.int64) for _ in range(3))
+        slots, keys, steps = allocate(capacity), _allocate(capacity), _allocate(capacity)
         offsets = torch.empty(self._num_tables + 1, dtype=torch.int64)
         native = NativeSlotRecords(pointer(slots), pointer(keys), pointer(steps), pointer(offsets), capacity)
         return SlotRecords(slots, keys, steps, offsets), native

@@ -109,7 +109,9 @@ class SlotModel:
             self.resident(slot).is_leaving = True
         for i, slot in zip(missing, free + clean + leaving, strict=True):
             slots[i] = slot
-        return Admission(integers(slots), integers(missing), self._records(leaving))
+        lacking = keys.some(missing)
+        chosen = integers(free + clean + leaving), lacking.keys, lacking.offsets
+        return Admission(integers(slots), integers(missing), *chosen, self._records(leaving))
 
     def _victims(self, first_in_flight: int) -> list[int]:
         residents = self.residents().items()
