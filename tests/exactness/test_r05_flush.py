@@ -38,7 +38,7 @@ def check_flushes(trainer: Trainer, expected: Trainer, batches: list[Batch]) -> 
         assert trainer.pool is not None
         num_rows = trainer.pool.num_rows
         trainer.flush()
-        assert trainer.pool.num_rows == num_rows
+        assert trainer.pool.num_rows >= num_rows  # lanes may have retrieved the next batch meanwhile
         expected.fit(batches[expected.num_steps : trainer.num_steps])
         pieces = [t.store.export_piece("item", 0, 65536) for t in (trainer, expected)]
         for name in ("keys", "records", "steps"):

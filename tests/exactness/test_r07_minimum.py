@@ -18,7 +18,7 @@ CASE = Case("adam", "shared", 2)
 
 def refused(world: World, schedule: str) -> tuple[str, str, int, bool]:
     """Trains with one slot less than needed on the last rank, then goes on with a batch that fits."""
-    stream = "growing"
+    stream = "thrash"
     limit = resident_bytes(stream, "minimum", world) - (record_bytes(world) if world.rank == world.size - 1 else 0)
     trainer = make_trainer(world, replace(CASE, schedule=schedule), resident_bytes=limit)
     trainer.check_split = False
@@ -41,7 +41,7 @@ def test_one_slot_too_few(size: int, schedule: str) -> None:
         assert name == ("ValueError" if rank == size - 1 else "RankError")
         assert "more than memory.resident_bytes" in text
         assert "Raise memory.resident_bytes" in text
-        assert num_steps == 4  # the fifth batch, the largest, does not fit together with the fourth
+        assert num_steps in (1, 2)  # the second or the third batch does not fit together with the one before it
         assert is_equal
 
 

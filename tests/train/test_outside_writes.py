@@ -204,3 +204,18 @@ def test_a_clone_has_memory_of_its_own_and_shares_within() -> None:
         assert torch.equal(before, after)
         assert before.dtype == after.dtype
         assert after.numel() == 0 or before.data_ptr() != after.data_ptr()
+
+
+@pytest.mark.parametrize("capacity", ["minimum", 10**6])
+def test_two_trainers_take_turns_on_one_store(capacity: int | str) -> None:
+    """Each finds the rows of the other. Fails if RowPool.open keeps rows although others have written to the store."""
+    digests = []
+    for schedule, resident_bytes in (("serial", None), ("nested", capacity)):
+        case = Case("adam", "shared", 2, schedule=schedule)
+        trainers = [make_trainer(World(), case, resident_bytes=resident_bytes) for _ in range(2)]
+        trainers[1].store = trainers[0].store
+        batches = global_batches(12)
+        for turn in range(6):
+            trainers[turn % 2].fit(batches[2 * turn : 2 * turn + 2])
+        digests.append([trainer.digest() for trainer in trainers])
+    assert digests[0] == digests[1]

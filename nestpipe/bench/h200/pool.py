@@ -37,8 +37,8 @@ class Size:
     num_distinct: int = 300_000
     num_drawn: int = 1_500_000
     """Keys that have at least num_distinct distinct ones."""
-    steps: int = 90
-    left_out: int = 40
+    steps: int = 30
+    left_out: int = 6
     """Steps at the beginning that do not count."""
     keys_per_sample: int = 16
     num_threads: int = 12
