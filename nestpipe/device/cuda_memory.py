@@ -91,10 +91,10 @@ class _Range:
             _call("cuMemMap", start, num_bytes, 0, handle, 0)
         finally:
             _call("cuMemRelease", handle)  # a mapping keeps the memory
-        access = _Access(self.allocation.location, _READ_WRITE)
-        _call("cuMemSetAccess", start, num_bytes, byref(access), 1)
         self._chunks.append((start, num_bytes))
         self.num_mapped = end
+        access = _Access(self.allocation.location, _READ_WRITE)
+        _call("cuMemSetAccess", start, num_bytes, byref(access), 1)
 
     def __del__(self) -> None:
         if hasattr(self, "address"):

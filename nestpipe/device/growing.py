@@ -50,7 +50,11 @@ class GrowingArray:
         if num_rows > self.num_rows:
             self._memory.back(num_rows * self.row_bytes)
             self.num_rows = num_rows
-            embedding_memory.resize(self, self._device, self.num_bytes)
+            self.count()
+
+    def count(self) -> None:
+        """Adds the rows that the array has to the tally, if that has started since."""
+        embedding_memory.resize(self, self._device, self.num_bytes)
 
 
 _REMEDY = "take a smaller batch, more ranks, or a smaller memory.resident_bytes"
@@ -78,13 +82,11 @@ class _HostMemory:
 
 
 class _PlainMemory:
-    """Memory of an accelerator that cannot add memory to an array: all of it is allocated at once."""
+    """Memory of an accelerator that cannot add memory to an array: an eighth of what is free, taken at once."""
 
     def __init__(self, device: torch.device, most_bytes: int | None) -> None:
-        if most_bytes is None:
-            raise ValueError(f"arrays on {device} cannot grow in place; set memory.resident_bytes to a number of bytes")
-        self.most_bytes = most_bytes
-        self._bytes = torch.empty(most_bytes, dtype=torch.uint8, device=device)
+        self.most_bytes = most_bytes if most_bytes is not None else free_bytes(device) // 8
+        self._bytes = torch.empty(self.most_bytes, dtype=torch.uint8, device=device)
 
     def elements(self, dtype: torch.dtype) -> Tensor:
         return self._bytes[: self.most_bytes // dtype.itemsize * dtype.itemsize].view(dtype)

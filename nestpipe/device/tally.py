@@ -27,13 +27,16 @@ class Tally:
         self._held: dict[Key, int] = {}
         self._num_bytes = 0
         self._arrays: dict[int, tuple[torch.device, int]] = {}
-        """Bytes of arrays that grow, whether the tally is stopped or not."""
+        """Bytes of arrays that grow."""
         self._lock = threading.RLock()  # reentrant: a finalizer may run in the middle of `add`, in the same thread
 
     def start(self, device: torch.device) -> None:
         with self._lock:
             self.device = device
-            self.peak_bytes = self._total()
+            # What other runs of this process still hold does not count.
+            self._held.clear()
+            self._arrays.clear()
+            self._num_bytes = self.peak_bytes = 0
 
     def stop(self) -> None:
         self.device = None
@@ -68,7 +71,9 @@ class Tally:
             weakref.finalize(storage, self._forget, key).atexit = False
 
     def resize(self, owner: object, device: torch.device, num_bytes: int) -> None:
-        """Sets the bytes that an array holds, from now until it is freed. It counts even if the tally starts later."""
+        """Sets the bytes that an array holds, from now until it is freed or the tally is started again."""
+        if self.device is None:
+            return
         with self._lock:
             if id(owner) not in self._arrays:
                 weakref.finalize(owner, self._arrays.pop, id(owner), None).atexit = False
@@ -80,7 +85,7 @@ class Tally:
 
     def _forget(self, key: Key) -> None:
         with self._lock:
-            self._num_bytes -= self._held.pop(key)
+            self._num_bytes -= self._held.pop(key, 0)
 
 
 def whole_device_peak(device: torch.device) -> int | None:

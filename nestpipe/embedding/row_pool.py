@@ -76,13 +76,15 @@ class RowPool:
                 pool.most_slots = number
 
     def _sizes(self) -> list[PoolSize]:
-        return [PoolSize(pool.records.num_rows, pool.most_slots, pool.records.row_bytes) for pool in self._groups]
+        return [PoolSize(pool.num_slots, pool.most_slots, pool.records.row_bytes) for pool in self._groups]
 
     # ---- a run ----
 
     def open(self, writer: Writer | Store) -> None:
         has_foreign = self._writes.has_foreign()
         self._writes.writer = writer
+        for pool in self._groups:
+            pool.records.count()
         self.flush()  # a run that failed may have left something
         if has_foreign or self._is_retrieving or self._in_flight:
             self.forget()
@@ -181,6 +183,7 @@ class GroupPool:
     def __init__(self, group: TableGroup, store: Store, writes: _Writes, memory: Memory) -> None:
         self.index = SlotIndex(group.salts, store.num_threads)
         self.records: GrowingArray = memory.new_records(group.num_columns, group.dtype)
+        self.num_slots = 0
         self.most_slots = 0
         """Slots that the group may take when rows would have to leave otherwise."""
         self._group = group
@@ -193,19 +196,20 @@ class GroupPool:
         if previous is None:
             return len(current.keys)
         num_keys = len(previous.keys) + len(current.keys)
-        if num_keys <= self.records.num_rows:
+        if num_keys <= self.num_slots:
             return num_keys
         lists = previous.keys, previous.table_offsets, current.keys, current.table_offsets
         return num_keys - int((match_tables(*lists, self._store.num_threads) >= 0).sum())
 
     def grow(self, num_slots: int) -> None:
-        if num_slots > self.records.num_rows:
+        if num_slots > self.num_slots:
             self.records.grow(num_slots)
             self.index.grow(num_slots)
+            self.num_slots = num_slots  # only now: if one of the two fails, the next call tries again
 
     def grow_for(self, num_keys: int) -> None:
         """Takes more slots, if it may, when so many missing keys would make rows leave."""
-        num_slots, num_free = self.records.num_rows, self.index.num_free
+        num_slots, num_free = self.num_slots, self.index.num_free
         if num_free >= num_keys or num_slots >= self.most_slots:
             return
         wanted = num_slots + max(num_keys - num_free, num_slots // 4)

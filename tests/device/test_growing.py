@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nestpipe.bench.harness.memory import resident_bytes
+from nestpipe.device import growing
 from nestpipe.device.growing import GrowingArray
 from nestpipe.device.tally import Tally
 
@@ -34,14 +35,26 @@ def test_no_more_than_there_is() -> None:
 
 
 def test_the_tally_counts_what_has_grown() -> None:
-    """Fails if Tally.start forgets arrays that grew before it, or Tally.resize keeps arrays that are gone."""
-    tally, array = Tally(), GrowingArray(4, torch.float32, CPU)
-    tally.resize(array, CPU, 100)
+    """Fails if Tally.start keeps arrays of earlier runs, or Tally.resize those that are gone."""
+    tally, array, other = Tally(), GrowingArray(4, torch.float32, CPU), GrowingArray(4, torch.float32, CPU)
+    tally.resize(other, CPU, 50)
     tally.start(CPU)
-    assert tally.peak_bytes == 100
-    tally.resize(array, CPU, 300)
-    tally.resize(torch.nn.Identity(), torch.device("meta"), 1000)
-    assert tally.peak_bytes == 300
-    del array
+    tally.resize(other, CPU, 70)
     tally.start(CPU)
     assert tally.peak_bytes == 0
+    tally.resize(array, CPU, 100)
+    tally.resize(array, CPU, 300)
+    tally.resize(other, torch.device("meta"), 1000)
+    assert tally.peak_bytes == 300
+    del array
+    assert tally._total() == 0
+
+
+def test_memory_that_cannot_grow_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an accelerator without virtual memory functions needs a size that nobody gives."""
+    monkeypatch.setattr(growing, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(growing, "free_bytes", lambda device: 8 * 1600)
+    array = GrowingArray(4, torch.float32, CPU)
+    array.grow(100)
+    with pytest.raises(MemoryError, match="cannot grow"):
+        array.grow(101)
