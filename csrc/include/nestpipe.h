@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 9
+#define NESTPIPE_ABI_VERSION 10
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -264,8 +264,8 @@ NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t
  *   resident  it holds a key, which nestpipe_slots_find finds.
  * A batch is admitted, then its missing keys are filled, then its outcome is settled:
  *   admit     finds the keys of the batch. Those that are resident keep their slots. The others are given slots: free
- *             ones, lowest first, and those of victims, which no batch in flight uses, least recently used first. Clean
- *             victims leave at once. Dirty victims, whose records are newer than the store's, stay resident.
+ *             ones, lowest first, and those of victims: the least recently used ones that no batch in flight uses.
+ *             Clean victims leave at once. Dirty victims, whose records are newer than the store's, stay resident.
  *   evict     after the records of dirty victims are in the store: they leave, and their slots are taken.
  *   fill      after the records of missing keys are in their slots: the keys enter.
  *   release   where that is given up: taken slots are free again. Victims that were not evicted stay as they were.
@@ -273,8 +273,9 @@ NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t
  *   settle    the outcome is known: what the batch has changed is dirty, or its claims are dropped.
  * A key exists if the store has a record of it (it is stored) or if its slot is dirty. All functions may be called from
  * any thread at any time, except nestpipe_slots_destroy, and run one at a time. Keys are given as in
- * nestpipe_gather_tables, with offsets for all tables, and are distinct within a table. Lists of slots have no slot
- * twice. */
+ * nestpipe_gather_tables, with offsets for all tables, and are distinct within a table. Lists of slots must have no
+ * slot twice. A call that is refused has changed nothing, except that claim, settle and clean only leave out the slots
+ * for which they are refused. */
 typedef struct nestpipe_slots nestpipe_slots;
 
 typedef struct nestpipe_slot_counts {
@@ -310,31 +311,27 @@ NESTPIPE_API nestpipe_status nestpipe_slots_grow(nestpipe_slots* slots, int64_t 
 NESTPIPE_API nestpipe_status nestpipe_slots_find(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
                                                  int64_t num_keys, int64_t* key_slots);
 
+/* The missing keys of a batch, table after table. */
+typedef struct nestpipe_missing_keys {
+    int64_t* indices; /* in the list of the batch's keys, ascending */
+    int64_t* slots;
+    int64_t* keys;
+    int64_t* offsets; /* [num_tables + 1] table t has entries offsets[t] .. offsets[t + 1] - 1 */
+} nestpipe_missing_keys;
+
 /* Admits a batch. A call that is refused for want of slots may have used the slots of resident keys, and has changed
  * nothing else.
  *   batch            >= 1 and at least that of every call before it
  *   first_in_flight  0 .. batch: victims are slots last used by a batch before it, and not claimed
  *   key_slots        [num_keys] the slot of each key
- *   missing          [num_keys] room: indices of the keys that were not resident, ascending
- *   num_missing      their number
+ *   missing          room for num_keys: keys that were not resident. They are given free slots, then those of clean
+ *                    victims, then those of dirty ones, each ascending, the last table after table.
  *   leaving          room for num_keys: dirty victims. The last missing keys have their slots, in the same order, once
  *                    they are evicted. Slots of all other missing keys are taken. */
 NESTPIPE_API nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
                                                   int64_t num_keys, int64_t batch, int64_t first_in_flight,
-                                                  int64_t* key_slots, int64_t* missing, int64_t* num_missing,
+                                                  int64_t* key_slots, const nestpipe_missing_keys* missing,
                                                   const nestpipe_slot_records* leaving);
-
-/* The missing keys of a batch, as nestpipe_slots_admit lists them, and their slots. Needs no lock.
- *   offsets, keys, num_tables  of the batch
- *   key_slots                  [offsets[num_tables]] the slot of each key
- *   missing                    [num_missing] indices of keys, ascending
- *   missing_slots              [num_missing]
- *   missing_keys               [num_missing]
- *   missing_offsets            [num_tables + 1] table t has missing keys missing_offsets[t] .. [t + 1] - 1 */
-NESTPIPE_API nestpipe_status nestpipe_slots_select(const int64_t* offsets, const int64_t* keys, int64_t num_tables,
-                                                   const int64_t* key_slots, const int64_t* missing,
-                                                   int64_t num_missing, int64_t* missing_slots, int64_t* missing_keys,
-                                                   int64_t* missing_offsets);
 
 /* Takes the slots of dirty victims, whose records are in the store now. */
 NESTPIPE_API nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);

@@ -78,43 +78,20 @@ nestpipe_status nestpipe_slots_find(nestpipe_slots* slots, const int64_t* offset
 
 nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
                                      int64_t num_keys, int64_t batch, int64_t first_in_flight, int64_t* key_slots,
-                                     int64_t* missing, int64_t* num_missing, const nestpipe_slot_records* leaving) {
+                                     const nestpipe_missing_keys* missing, const nestpipe_slot_records* leaving) {
     return guarded([&] {
         Slots& all = the_slots(slots);
         const KeysByTable wanted = keys_of(all, offsets, keys, num_keys);
         need_array(key_slots, num_keys, "key_slots");
-        need_array(missing, num_keys, "missing");
-        need(num_missing, "num_missing");
+        need(missing, "missing");
+        need(missing->offsets, "offsets of missing");
+        for (const int64_t* array : {missing->indices, missing->slots, missing->keys})
+            need_array(array, num_keys, "array of missing");
         need_room(leaving);
         if (leaving->capacity < num_keys)
             refuse("leaving has room for " + std::to_string(leaving->capacity) + " slots, must have it for all " +
                    std::to_string(num_keys) + " keys");
-        *num_missing = all.admit(wanted, batch, first_in_flight, key_slots, missing, *leaving);
-    });
-}
-
-nestpipe_status nestpipe_slots_select(const int64_t* offsets, const int64_t* keys, int64_t num_tables,
-                                      const int64_t* key_slots, const int64_t* missing, int64_t num_missing,
-                                      int64_t* missing_slots, int64_t* missing_keys, int64_t* missing_offsets) {
-    return guarded([&] {
-        need(offsets, "offsets");
-        need(missing_offsets, "missing_offsets");
-        need_count(num_missing, "num_missing");
-        for (const int64_t* array : {keys, key_slots, missing}) need_array(array, num_missing, "keys and missing");
-        need_array(missing_slots, num_missing, "missing_slots");
-        need_array(missing_keys, num_missing, "missing_keys");
-        int64_t t = 0;
-        missing_offsets[0] = 0;
-        for (int64_t i = 0; i < num_missing; ++i) {
-            const int64_t key = missing[i];
-            if (key < 0 || key >= offsets[num_tables] || (i > 0 && key <= missing[i - 1]))
-                refuse("missing[" + std::to_string(i) + "] is " + std::to_string(key) +
-                       ": the indices must ascend from 0 to " + std::to_string(offsets[num_tables] - 1));
-            while (offsets[t + 1] <= key) missing_offsets[++t] = i;
-            missing_slots[i] = key_slots[key];
-            missing_keys[i] = keys[key];
-        }
-        while (t < num_tables) missing_offsets[++t] = num_missing;
+        all.admit(wanted, batch, first_in_flight, key_slots, *missing, *leaving);
     });
 }
 

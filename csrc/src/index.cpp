@@ -12,17 +12,20 @@ constexpr uint64_t rows_that_fit(uint64_t num_lines) { return num_lines / 2 * 7;
 constexpr uint64_t grown(uint64_t num_lines) { return num_lines / 4 * 5; }
 }  // namespace
 
+// No branch depends on the slot: the processor could not predict it.
 void Index::Line::open(int slot) {
-    for (int i = kSlots - 1; i > slot; --i) {
-        inverse[i] = inverse[i - 1];
-        row_plus_one[i] = row_plus_one[i - 1];
+    for (int i = kSlots - 1; i > 0; --i) {
+        const int from = i - (i > slot);
+        inverse[i] = inverse[from];
+        row_plus_one[i] = row_plus_one[from];
     }
 }
 
 void Index::Line::close(int slot) {
-    for (int i = slot; i + 1 < kSlots; ++i) {
-        inverse[i] = inverse[i + 1];
-        row_plus_one[i] = row_plus_one[i + 1];
+    for (int i = 0; i + 1 < kSlots; ++i) {
+        const int from = i + (i >= slot);
+        inverse[i] = inverse[from];
+        row_plus_one[i] = row_plus_one[from];
     }
     inverse[kSlots - 1] = 0;
     row_plus_one[kSlots - 1] = 0;
@@ -35,8 +38,7 @@ void Index::reserve(uint64_t rows) {
     rebuild(num_lines);
 }
 
-void Index::insert(uint64_t place, uint32_t row) {
-    Position at = first_not_below(place);
+void Index::insert_at(Position at, uint64_t place, uint32_t row) {
     uint64_t inverse = ~place;
     uint32_t row_plus_one = row + 1;
     // A full line hands its largest on to the front of the next one, until one has room.
@@ -54,9 +56,9 @@ void Index::insert(uint64_t place, uint32_t row) {
 
 uint32_t Index::erase(uint64_t place) {
     const Position at = first_not_below(place);
+    const uint32_t row = at.row_of(place);
+    if (row == kNoRow) return kNoRow;
     auto* line = const_cast<Line*>(at.line);
-    if (line->inverse[at.slot] != ~place || line->row_plus_one[at.slot] == 0) return kNoRow;
-    const uint32_t row = line->row_plus_one[at.slot] - 1;
     bool was_full = line->is_full();
     line->close(at.slot);
     // A line that was full may have sent rows on to the next one; take the first of them back, and so on behind it.

@@ -23,19 +23,23 @@ class Index {
     Index() { rebuild(kFirstLines); }
 
     // The number of the record of `place`, or kNoRow.
-    uint32_t find(uint64_t place) const {
-        const Position at = first_not_below(place);
-        const bool has_place = at.line->inverse[at.slot] == ~place;
-        return has_place ? at.line->row_plus_one[at.slot] - 1 : kNoRow;  // an empty slot has 0, and 0 - 1 is kNoRow
-    }
+    uint32_t find(uint64_t place) const { return first_not_below(place).row_of(place); }
 
     void prefetch(uint64_t place) const { nestpipe::prefetch(lines_ + home(place)); }
 
     // Makes room for `rows` in all. May throw Error(NESTPIPE_OUT_OF_MEMORY); then nothing has changed.
     void reserve(uint64_t rows);
 
-    void insert(uint64_t place, uint32_t row);  // the place must be missing and its room reserved
-    uint32_t erase(uint64_t place);             // the record it had, or kNoRow
+    void insert(uint64_t place, uint32_t row) {  // the place must be missing and its room reserved
+        insert_at(first_not_below(place), place, row);
+    }
+    bool try_insert(uint64_t place, uint32_t row) {  // false if it is there already; its room must be reserved
+        const Position at = first_not_below(place);
+        if (at.row_of(place) != kNoRow) return false;
+        insert_at(at, place, row);
+        return true;
+    }
+    uint32_t erase(uint64_t place);  // the record it had, or kNoRow
 
     // Calls visit(place, row) for first <= place <= last, ascending.
     template <typename Visit>
@@ -76,6 +80,10 @@ class Index {
     struct Position {
         const Line* line;
         int slot;
+
+        uint32_t row_of(uint64_t place) const {  // an empty slot has 0, and 0 - 1 is kNoRow
+            return line->inverse[slot] == ~place ? line->row_plus_one[slot] - 1 : kNoRow;
+        }
     };
 
     static uint64_t home(uint64_t place, uint64_t num_lines) {
@@ -89,6 +97,7 @@ class Index {
             if (const int slot = line->count_below(place); slot < kSlots) return {line, slot};
     }
 
+    void insert_at(Position at, uint64_t place, uint32_t row);
     void rebuild(uint64_t num_lines);
 
     Region region_;

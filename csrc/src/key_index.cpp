@@ -30,24 +30,39 @@ void KeyIndex::find_in_table(uint32_t table, const int64_t* keys, int64_t count,
         [&](int64_t i) { slots[i] = probes[ring(i)].index->find(probes[ring(i)].place); });
 }
 
-KeyIndex::Entry* KeyIndex::memory_for(int64_t count, bool is_grouped) {
-    thread_local Region given, grouped;
-    return scratch<Entry>(is_grouped ? grouped : given, count);
+KeyIndex::Entry* KeyIndex::memory_for(int64_t count) {
+    thread_local Region region;
+    return scratch<Entry>(region, count);
 }
 
-std::vector<int64_t> KeyIndex::count_by_shard(const Entry* entries, int64_t count) const {
-    std::vector<int64_t> offsets(shards_.size() + 1, 0);
-    for (int64_t i = 0; i < count; ++i) ++offsets[entries[i].shard + 1];
-    std::partial_sum(offsets.begin(), offsets.end(), offsets.begin());
-    return offsets;
+template <typename Body>
+void KeyIndex::for_each_part(const Entries& entries, const Body& body) {
+    const int64_t num_parts = std::min<int64_t>(entries.num_threads, num_shards());
+    const auto first = [&](int64_t part) { return static_cast<uint32_t>(part * num_shards() / num_parts); };
+    const auto some = [&](int64_t begin, int64_t end) {
+        for (int64_t part = begin; part < end; ++part) body(Part{first(part), first(part + 1)});
+    };
+    parallel_for(num_parts, 1, entries.num_threads, std::cref(some));
+}
+
+template <typename Use>
+void KeyIndex::for_each_entry(const Entries& entries, Part part, const Use& use) {
+    selected_in_two_steps(
+        entries.count, [&](int64_t i) { return part.has(entries[i]); },
+        [&](int64_t i) { shards_[entries[i].shard].index.prefetch(entries[i].place); },
+        [&](int64_t i) { use(shards_[entries[i].shard], entries[i]); });
 }
 
 // The shards of a table are equally full, so all of them grow in the same call. Threads share that work, too.
 void KeyIndex::reserve(const Entries& entries) {
+    std::vector<uint64_t> num_keys(shards_.size());
     std::atomic<bool> has_failed{false};
-    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
+    for_each_part(entries, [&](Part part) {
+        for (uint32_t s = part.first; s < part.end; ++s) num_keys[s] = shards_[s].num_keys;
+        for (int64_t i = 0; i < entries.count; ++i)
+            if (part.has(entries[i])) ++num_keys[entries[i].shard];
         try {
-            shard.index.reserve(shard.num_keys + static_cast<uint64_t>(end - first));
+            for (uint32_t s = part.first; s < part.end; ++s) shards_[s].index.reserve(num_keys[s]);
         } catch (...) {  // a body of parallel_for must not throw
             has_failed = true;
         }
@@ -59,41 +74,44 @@ void KeyIndex::reserve(const Entries& entries) {
 
 int64_t KeyIndex::insert(const Entries& entries) {
     std::atomic<bool> is_repeated{false};
-    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
-        in_two_steps(
-            0, end - first, [&](int64_t i) { shard.index.prefetch(first[i].place); },
-            [&](int64_t i) {
-                if (shard.index.find(first[i].place) == kNoSlot)
-                    shard.index.insert(first[i].place, first[i].slot);
-                else
-                    is_repeated = true;
-            });
-        shard.num_keys += static_cast<uint64_t>(end - first);
+    for_each_part(entries, [&](Part part) {
+        for_each_entry(entries, part, [&](Shard& shard, const Entry& entry) {
+            if (shard.index.try_insert(entry.place, entry.slot))
+                ++shard.num_keys;
+            else
+                is_repeated = true;
+        });
     });
     if (!is_repeated) return -1;
     erase_inserted(entries);
-    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
-        shard.num_keys -= static_cast<uint64_t>(end - first);
-    });
     return first_repeated(entries);
+}
+
+void KeyIndex::erase(const Entries& entries) {
+    for_each_part(entries, [&](Part part) {
+        for_each_entry(entries, part, [](Shard& shard, const Entry& entry) {
+            shard.index.erase(entry.place);
+            --shard.num_keys;
+        });
+    });
 }
 
 // A place that has the slot of its entry was inserted by this call: no key had the slot before.
 void KeyIndex::erase_inserted(const Entries& entries) {
-    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
-        for (const Entry* entry = first; entry < end; ++entry)
-            if (shard.index.find(entry->place) == entry->slot) shard.index.erase(entry->place);
-    });
+    for (int64_t i = 0; i < entries.count; ++i) {
+        Shard& shard = shards_[entries[i].shard];
+        if (shard.index.find(entries[i].place) != entries[i].slot) continue;
+        shard.index.erase(entries[i].place);
+        --shard.num_keys;
+    }
 }
 
 // Inserts one entry after the other until one is there already; then takes them back.
 int64_t KeyIndex::first_repeated(const Entries& entries) {
     int64_t i = 0;
-    for (; i < entries.size(); ++i) {
-        const Entry& entry = entries.given[i];
-        Index& index = shards_[entry.shard].index;
-        if (index.find(entry.place) != kNoSlot) break;
-        index.insert(entry.place, entry.slot);
+    while (i < entries.count && shards_[entries[i].shard].index.try_insert(entries[i].place, entries[i].slot)) {
+        ++shards_[entries[i].shard].num_keys;
+        ++i;
     }
     erase_inserted(entries);
     return i;

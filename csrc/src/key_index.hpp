@@ -53,20 +53,18 @@ class KeyIndex {
     Entry entry(uint32_t table, uint64_t place, uint32_t slot) const { return {place, slot, shard(table, place)}; }
     uint32_t table(const Entry& entry) const { return entry.shard / static_cast<uint32_t>(num_shards_); }
 
-    // The keys of one call in the order given, and grouped by shard. They are in memory of the thread that its next
-    // call uses again.
+    // The keys of one call, in memory of the thread that its next call uses again.
     struct Entries {
-        const Entry* given;
-        const Entry* grouped;
-        std::vector<int64_t> offsets;  // [num_shards + 1]
-        int32_t num_threads;           // that the work is worth
+        const Entry* items;
+        int64_t count;
+        int32_t num_threads;  // that the work is worth
 
-        int64_t size() const { return offsets.back(); }
+        const Entry& operator[](int64_t i) const { return items[i]; }
     };
 
     // Item i becomes entry_of(i); fetch(i) prefetches what that reads. May throw.
     template <typename Fetch, typename EntryOf>
-    Entries group(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
+    Entries entries(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
 
     // Makes room for entries. May throw; then nothing has changed but the memory that is used.
     void reserve(const Entries& entries);
@@ -75,15 +73,14 @@ class KeyIndex {
     // first such item; then nothing has changed. No slot of an entry may be in the index.
     int64_t insert(const Entries& entries);
 
-    // Erases entries, which are in the index. use(table, first, end): entries of one table that were erased.
-    template <typename Use>
-    void erase(const Entries& entries, const Use& use);
+    // Erases entries, which are in the index.
+    void erase(const Entries& entries);
 
     // Forgets all keys. May throw; then nothing has changed.
     void clear() { shards_ = std::vector<Shard>(shards_.size()); }
 
  private:
-    static constexpr int64_t kShards = 16;        // as many as make threads useful
+    static constexpr int64_t kShards = 32;        // enough for threads to have about as many each
     static constexpr int64_t kBlock = 1024;       // keys looked up before their slots are used
     static constexpr int64_t kLookupBytes = 512;  // finding a key takes as long as copying this much
 
@@ -98,15 +95,25 @@ class KeyIndex {
         return static_cast<uint32_t>(table * shards + ((place >> 16 & 0xffff) * shards >> 16));
     }
 
-    // body(shard, first, end): entries first .. end - 1 of the group are those of the shard. Threads share the shards.
+    // Shards first .. end - 1, on which one thread works.
+    struct Part {
+        uint32_t first, end;
+
+        bool has(const Entry& entry) const { return entry.shard - first < end - first; }
+    };
+
+    // body(part) for all parts, which threads share.
     template <typename Body>
-    void for_each_shard(const Entries& entries, const Body& body);
+    void for_each_part(const Entries& entries, const Body& body);
+
+    // use(index of the shard, entry) for the entries of a part, in order, each after its line is prefetched.
+    template <typename Use>
+    void for_each_entry(const Entries& entries, Part part, const Use& use);
 
     void find_in_table(uint32_t table, const int64_t* keys, int64_t count, uint32_t* slots) const;
     void erase_inserted(const Entries& entries);
     int64_t first_repeated(const Entries& entries);
-    std::vector<int64_t> count_by_shard(const Entry* entries, int64_t count) const;
-    static Entry* memory_for(int64_t count, bool is_grouped);  // of the calling thread
+    static Entry* memory_for(int64_t count);  // of the calling thread
 
     std::vector<uint64_t> salts_;
     int64_t num_shards_;  // of a table
@@ -134,41 +141,14 @@ void KeyIndex::find(const KeysByTable& keys, int32_t num_threads, const Use& use
 }
 
 template <typename Fetch, typename EntryOf>
-KeyIndex::Entries KeyIndex::group(int64_t count, int32_t num_threads, const Fetch& fetch,
-                                  const EntryOf& entry_of) const {
-    Entry* const given = memory_for(count, false);
-    Entry* const grouped = memory_for(count, true);
+KeyIndex::Entries KeyIndex::entries(int64_t count, int32_t num_threads, const Fetch& fetch,
+                                    const EntryOf& entry_of) const {
+    Entry* const items = memory_for(count);
     const auto fill = [&](int64_t begin, int64_t end) {
-        in_two_steps(begin, end, fetch, [&](int64_t i) { given[i] = entry_of(i); });
+        in_two_steps(begin, end, fetch, [&](int64_t i) { items[i] = entry_of(i); });
     };
     parallel_for(count, grain_for(count, kLookupBytes, num_threads), num_threads, std::cref(fill));
-    std::vector<int64_t> next = count_by_shard(given, count);
-    std::vector<int64_t> offsets = next;
-    for (int64_t i = 0; i < count; ++i) grouped[next[given[i].shard]++] = given[i];
-    return {given, grouped, std::move(offsets), threads_for(count, kLookupBytes, num_threads)};
-}
-
-template <typename Body>
-void KeyIndex::for_each_shard(const Entries& entries, const Body& body) {
-    const auto some = [&](int64_t begin, int64_t end) {
-        for (int64_t s = begin; s < end; ++s) {
-            const int64_t first = entries.offsets[static_cast<size_t>(s)];
-            const int64_t last = entries.offsets[static_cast<size_t>(s) + 1];
-            if (first < last) body(shards_[static_cast<size_t>(s)], entries.grouped + first, entries.grouped + last);
-        }
-    };
-    parallel_for(num_shards(), 1, entries.num_threads, std::cref(some));
-}
-
-template <typename Use>
-void KeyIndex::erase(const Entries& entries, const Use& use) {
-    for_each_shard(entries, [&](Shard& shard, const Entry* first, const Entry* end) {
-        in_two_steps(
-            0, end - first, [&](int64_t i) { shard.index.prefetch(first[i].place); },
-            [&](int64_t i) { shard.index.erase(first[i].place); });
-        shard.num_keys -= static_cast<uint64_t>(end - first);
-        use(table(*first), first, end);
-    });
+    return {items, count, threads_for(count, kLookupBytes, num_threads)};
 }
 
 }  // namespace nestpipe

@@ -21,7 +21,6 @@ struct Slot {
     uint64_t place;      // of its key in the index
     int64_t last_use;    // batch; 0 if the slot holds no key
     int64_t step;        // that last changed the record, if it is dirty
-    uint32_t check;      // number of the last check of a list that had the slot
     uint16_t table;      // of its key
     uint8_t num_claims;  // batches in flight that create the key if they are applied; 0 if it exists
     uint8_t state;
@@ -31,18 +30,9 @@ struct Slot {
     bool is_unstored() const { return (state & (kStored | kDirty)) == kDirty; }  // exists, but not in the store
 
     // Each forgets everything else.
-    void take() { *this = Slot{0, 0, 0, 0, 0, 0, kTaken}; }
+    void take() { *this = Slot{0, 0, 0, 0, 0, kTaken}; }
     void hold(uint64_t key_place, uint16_t key_table, int64_t batch, bool is_stored) {
-        *this = Slot{key_place, batch, 0, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
-    }
-
-    // Notes the number of a check. Returns the one noted before. is_shared: by several threads, which may have the same
-    // slot, against the rules.
-    uint32_t noted(uint32_t number, bool is_shared) {
-        if (is_shared) return __atomic_exchange_n(&check, number, __ATOMIC_RELAXED);
-        const uint32_t before = check;
-        check = number;
-        return before;
+        *this = Slot{key_place, batch, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
     }
 };
 static_assert(sizeof(Slot) == 32);

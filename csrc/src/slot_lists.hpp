@@ -30,82 +30,93 @@ class Slots::Changes {
         return *this;
     }
 
-    int64_t num_unstored = 0, num_claimed = 0, num_dirty = 0;
+    int64_t num_new = 0, num_unstored = 0, num_claimed = 0, num_dirty = 0;
 
  private:
     void add() {
         Counts& counts = counts_[table_];
+        if (num_new != 0) counts.num_new += num_new;
         if (num_unstored != 0) counts.num_unstored += num_unstored;
         if (num_claimed != 0) counts.num_claimed += num_claimed;
         if (num_dirty != 0) counts.num_dirty += num_dirty;
-        num_unstored = num_claimed = num_dirty = 0;
+        num_new = num_unstored = num_claimed = num_dirty = 0;
     }
 
     std::vector<Counts>& counts_;
     uint32_t table_ = 0;
 };
 
-template <typename Use>
-void Slots::for_each(SlotList slots, const Use& use) {
+// The first of some items that was noted, whichever thread notes it.
+class FirstItem {
+ public:
+    void note(int64_t i) {
+        int64_t before = first_;
+        while (i < before && !first_.compare_exchange_weak(before, i)) {
+        }
+    }
+    bool is_noted() const { return first_ < INT64_MAX; }
+    int64_t index() const { return first_; }
+
+ private:
+    std::atomic<int64_t> first_{INT64_MAX};
+};
+
+template <typename WhyNot, typename Use>
+void Slots::for_each(SlotList slots, const WhyNot& why_not, const Use& use) {
+    FirstItem wrong;
     const auto some = [&](int64_t begin, int64_t end) {
         Changes changes(counts_);
-        in_two_steps(
-            begin, end, [&](int64_t i) { slots_.prefetch(slots[i]); },
-            [&](int64_t i) {
-                Slot& slot = slots_[slots[i]];
-                use(i, slot, changes.of(slot.table));
-            });
-    };
-    parallel_for(slots.count, grain_for(slots.count, kSlotBytes, num_threads_), num_threads_, std::cref(some));
-}
-
-template <typename SlotAt>
-KeyIndex::Entries Slots::entries_of(int64_t count, const SlotAt& slot_at) const {
-    return index_.group(
-        count, num_threads_, [&](int64_t i) { slots_.prefetch(slot_at(i)); },
-        [&](int64_t i) {
-            const Slot& slot = slots_[slot_at(i)];
-            return index_.entry(slot.table, slot.place, slot_at(i));
-        });
-}
-
-// Each slot notes the number of the check, and must not have it yet.
-template <typename WhyNot>
-void Slots::check(SlotList slots, const WhyNot& why_not) {
-    const uint32_t number = next_check();
-    const int64_t grain = grain_for(slots.count, kSlotBytes, num_threads_);
-    const bool is_shared = grain < slots.count;
-    std::atomic<bool> is_wrong{false};
-    const auto look = [&](int64_t begin, int64_t end) {
         in_two_steps(
             begin, end,
             [&](int64_t i) {
                 if (has(slots.slots[i])) slots_.prefetch(slots[i]);
             },
             [&](int64_t i) {
-                if (has(slots.slots[i])) {
-                    Slot& slot = slots_[slots[i]];
-                    const uint32_t before = slot.noted(number, is_shared);
-                    if (before != number && why_not(slot) == nullptr) return;
-                }
-                is_wrong = true;
+                if (!has(slots.slots[i]) || why_not(slots_[slots[i]]) != nullptr) return wrong.note(i);
+                Slot& slot = slots_[slots[i]];
+                use(i, slot, changes.of(slot.table));
             });
     };
-    parallel_for(slots.count, grain, num_threads_, std::cref(look));
-    if (is_wrong) refuse_list(slots, why_not);
+    parallel_for(slots.count, grain_for(slots.count, kSlotBytes, num_threads_), num_threads_, std::cref(some));
+    if (wrong.is_noted()) refuse_slot(slots, wrong.index(), why_not);
 }
 
-// Looks at one slot after the other: the error names the first that is wrong, whatever the number of threads.
+template <typename WhyNot, typename EntryOf>
+KeyIndex::Entries Slots::entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const {
+    FirstItem wrong;
+    const auto entries = index_.entries(
+        slots.count, num_threads_,
+        [&](int64_t i) {
+            if (has(slots.slots[i])) slots_.prefetch(slots[i]);
+        },
+        [&](int64_t i) {
+            if (has(slots.slots[i]) && why_not(slots_[slots[i]]) == nullptr) return entry_of(i, slots_[slots[i]]);
+            wrong.note(i);
+            return KeyIndex::Entry{};
+        });
+    if (wrong.is_noted()) refuse_slot(slots, wrong.index(), why_not);
+    return entries;
+}
+
 template <typename WhyNot>
-void Slots::refuse_list(SlotList slots, const WhyNot& why_not) const {
-    for (int64_t i = 0; i < slots.count; ++i) {
-        const std::string which = "slots[" + std::to_string(i) + "] is " + std::to_string(slots.slots[i]);
-        if (!has(slots.slots[i])) refuse(which + ": the pool has " + std::to_string(slots_.size()) + " slots");
-        if (const char* reason = why_not(slots_[slots[i]])) refuse(which + ", a slot that " + reason);
-    }
-    std::vector<int64_t> sorted(slots.slots, slots.slots + slots.count);
-    std::sort(sorted.begin(), sorted.end());
-    refuse("slot " + std::to_string(*std::adjacent_find(sorted.begin(), sorted.end())) + " is in the list twice");
+void Slots::refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const {
+    const std::string which = "slots[" + std::to_string(i) + "] is " + std::to_string(slots.slots[i]);
+    if (!has(slots.slots[i])) refuse(which + ": the pool has " + std::to_string(slots_.size()) + " slots");
+    const char* const reason = why_not(slots_[slots[i]]);
+    refuse(which + ", a slot that " + (reason != nullptr ? reason : "is in the list twice"));
+}
+
+template <typename WhyNot>
+void Slots::take_resident(SlotList slots, const WhyNot& why_not) {
+    index_.erase(entries_of(
+        slots, why_not, [&](int64_t i, const Slot& slot) { return index_.entry(slot.table, slot.place, slots[i]); }));
+    for_each(slots, why_not, [](int64_t, Slot& slot, Changes& changes) {
+        changes.num_new -= !slot.exists();
+        changes.num_unstored -= slot.is_unstored();
+        changes.num_dirty -= slot.is(Slot::kDirty);
+        slot.take();
+    });
+    num_resident_ -= slots.count;
 }
 
 }  // namespace nestpipe

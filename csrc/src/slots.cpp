@@ -42,7 +42,10 @@ constexpr auto why_not_dirty = [](const Slot& slot) -> const char* {
 }  // namespace
 
 Slots::Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads)
-    : num_threads_(num_threads), index_(salts, num_tables), counts_(static_cast<size_t>(num_tables)) {}
+    : num_threads_(num_threads),
+      index_(salts, num_tables),
+      counts_(static_cast<size_t>(num_tables)),
+      next_(static_cast<size_t>(num_tables)) {}
 
 nestpipe_slot_counts Slots::counts() const {
     Lock lock(mutex_);
@@ -51,7 +54,8 @@ nestpipe_slot_counts Slots::counts() const {
     counts.num_free = free_.count();
     counts.num_resident = num_resident_;
     for (const Counts& table : counts_) counts.num_dirty += table.num_dirty;
-    counts.memory_bytes = static_cast<int64_t>(slots_.bytes() + free_.bytes() + order_.bytes() + index_.bytes());
+    counts.memory_bytes = static_cast<int64_t>(slots_.bytes() + free_.bytes() + clean_victims_.bytes() +
+                                               dirty_victims_.bytes() + order_.bytes() + index_.bytes());
     return counts;
 }
 
@@ -61,6 +65,8 @@ void Slots::grow(int64_t num_slots) {
         refuse("num_slots is " + std::to_string(num_slots) + ", must be " + std::to_string(slots_.size()) +
                " (as many as there are) .. " + std::to_string(kMostSlots));
     free_.reserve(num_slots);
+    clean_victims_.reserve(num_slots);
+    dirty_victims_.reserve(num_slots);
     slots_.grow(num_slots);
     free_.grow(num_slots);
 }
@@ -73,71 +79,46 @@ void Slots::find(const KeysByTable& keys, int64_t* slots) const {
     });
 }
 
-// Numbers are used again after 2^32 checks.
-uint32_t Slots::next_check() {
-    if (++last_check_ == 0) {
-        free_.for_each_used([&](uint32_t slot) { slots_[slot].check = 0; });
-        last_check_ = 1;
-    }
-    return last_check_;
-}
-
 void Slots::check_batch(int64_t batch) const {
     if (batch < 1 || batch < last_batch_)
         refuse("batch is " + std::to_string(batch) + ", must be at least " +
                std::to_string(std::max<int64_t>(last_batch_, 1)) + ": batches are numbered upwards");
 }
 
-void Slots::take_from(const KeyIndex::Entries& entries) {
-    index_.erase(entries, [&](uint32_t table, const KeyIndex::Entry* first, const KeyIndex::Entry* end) {
-        Changes of_call(counts_);
-        Changes& changes = of_call.of(table);
-        in_two_steps(
-            0, end - first, [&](int64_t i) { slots_.prefetch(first[i].slot); },
-            [&](int64_t i) {
-                Slot& slot = slots_[first[i].slot];
-                changes.num_unstored -= slot.is_unstored();
-                changes.num_dirty -= slot.is(Slot::kDirty);
-                slot.take();
-            });
-    });
-    num_resident_ -= entries.size();
-}
-
 void Slots::evict(SlotList slots) {
     Lock lock(mutex_);
-    check(slots, why_not_leaving);
-    take_from(entries_of(slots.count, [&](int64_t i) { return slots[i]; }));
+    take_resident(slots, why_not_leaving);
 }
 
 void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stored, int64_t batch) {
     Lock lock(mutex_);
     check_batch(batch);
-    check(slots, why_not_taken);
-    order_.reserve(slots.count, slots_, num_threads_);
     const int64_t* const end = keys.offsets + num_tables();
-    const auto entries = index_.group(
-        slots.count, num_threads_, [](int64_t) {},
-        [&](int64_t i) {
-            const auto table = static_cast<uint32_t>(std::upper_bound(keys.offsets, end, i) - keys.offsets - 1);
-            return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
-        });
+    const auto entries = entries_of(slots, why_not_taken, [&](int64_t i, const Slot&) {
+        const auto table = static_cast<uint32_t>(std::upper_bound(keys.offsets, end, i) - keys.offsets - 1);
+        return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
+    });
+    order_.reserve(slots.count, slots_, num_threads_);
     index_.reserve(entries);
     if (const int64_t i = index_.insert(entries); i >= 0)
         refuse("keys[" + std::to_string(i) + "] is " + std::to_string(keys.keys[i]) + ", a key of table " +
-               std::to_string(index_.table(entries.given[i])) + " that is resident already or in the list twice");
-    for_each(slots, [&](int64_t i, Slot& slot, Changes&) {
-        const KeyIndex::Entry& entry = entries.given[i];
-        slot.hold(entry.place, static_cast<uint16_t>(index_.table(entry)), batch, is_stored[i] != 0);
+               std::to_string(index_.table(entries[i])) + " that is resident already or in the list twice");
+    for_each(slots, why_not_taken, [&](int64_t i, Slot& slot, Changes& changes) {
+        const uint32_t table = index_.table(entries[i]);
+        slot.hold(entries[i].place, static_cast<uint16_t>(table), batch, is_stored[i] != 0);
+        changes.of(table).num_new += is_stored[i] == 0;
     });
-    for (int64_t i = 0; i < slots.count; ++i) order_.append(batch, slots[i]);
+    order_.append(batch, slots.count, [&](uint32_t* used) {
+        std::transform(slots.slots, slots.slots + slots.count, used, [](int64_t slot) { return uint32_t(slot); });
+        return slots.count;
+    });
     num_resident_ += slots.count;
     last_batch_ = batch;
 }
 
 void Slots::release(SlotList slots) {
     Lock lock(mutex_);
-    check(slots, why_not_taken);
+    for_each(slots, why_not_taken, [](int64_t, Slot&, Changes&) {});  // checks
     for (int64_t i = 0; i < slots.count; ++i) {
         slots_[slots[i]] = Slot{};
         free_.put(slots[i]);
@@ -146,10 +127,11 @@ void Slots::release(SlotList slots) {
 
 void Slots::claim(SlotList slots, int64_t* num_rows) {
     Lock lock(mutex_);
-    check(slots, why_not_claimable);
-    for_each(slots, [](int64_t, Slot& slot, Changes& changes) {
-        if (!slot.exists()) changes.num_claimed += slot.num_claims++ == 0;
-    });
+    const auto has_new = [](const Counts& table) { return table.num_new > 0; };
+    if (std::any_of(counts_.begin(), counts_.end(), has_new))
+        for_each(slots, why_not_claimable, [](int64_t, Slot& slot, Changes& changes) {
+            if (!slot.exists()) changes.num_claimed += slot.num_claims++ == 0;
+        });
     std::transform(counts_.begin(), counts_.end(), num_rows,
                    [](const Counts& table) { return table.num_unstored + table.num_claimed; });
 }
@@ -157,15 +139,15 @@ void Slots::claim(SlotList slots, int64_t* num_rows) {
 // A key that is applied exists, whoever else has claimed it. One that is not may still be claimed by another batch.
 void Slots::settle(SlotList slots, int64_t step) {
     Lock lock(mutex_);
-    check(slots, why_not_in_a_batch);
     if (step < 0)
-        for_each(slots, [](int64_t, Slot& slot, Changes& changes) {
+        for_each(slots, why_not_in_a_batch, [](int64_t, Slot& slot, Changes& changes) {
             if (slot.num_claims > 0) changes.num_claimed -= --slot.num_claims == 0;
         });
     else
-        for_each(slots, [&](int64_t, Slot& slot, Changes& changes) {
-            changes.num_claimed -= slot.num_claims > 0;
+        for_each(slots, why_not_in_a_batch, [&](int64_t, Slot& slot, Changes& changes) {
+            changes.num_new -= !slot.exists();
             changes.num_unstored += !slot.exists();
+            changes.num_claimed -= slot.num_claims > 0;
             changes.num_dirty += !slot.is(Slot::kDirty);
             slot.num_claims = 0;
             slot.state |= Slot::kDirty;
@@ -198,8 +180,7 @@ void Slots::dirty(const nestpipe_slot_records& records) const {
 
 void Slots::clean(SlotList slots) {
     Lock lock(mutex_);
-    check(slots, why_not_dirty);
-    for_each(slots, [](int64_t, Slot& slot, Changes& changes) {
+    for_each(slots, why_not_dirty, [](int64_t, Slot& slot, Changes& changes) {
         changes.num_unstored -= slot.is_unstored();
         --changes.num_dirty;
         slot.state = static_cast<uint8_t>((slot.state & ~Slot::kDirty) | Slot::kStored);
@@ -212,7 +193,7 @@ void Slots::clear() {
     free_.for_each_used([&](uint32_t slot) { slots_[slot] = Slot{}; });
     free_.put_all();
     order_.clear();
-    for (Counts& table : counts_) table.num_unstored = table.num_claimed = table.num_dirty = 0;
+    for (Counts& table : counts_) table.num_new = table.num_unstored = table.num_claimed = table.num_dirty = 0;
     num_resident_ = 0;
     last_batch_ = 0;
 }

@@ -1,8 +1,8 @@
 // The slots of a row pool: which key each holds, since when, and what of it the store has.
 //
 // A slot is free, taken (it belongs to an admission and holds no key), or resident. nestpipe.h describes the
-// operations. Each checks all its arguments, then allocates what it needs, then changes the slots: a call that is
-// refused or runs out of memory has changed nothing.
+// operations. Most check all their arguments, then allocate what they need, then change the slots: if they are refused
+// or run out of memory, they have changed nothing. Those that only note something of each slot check it on the way.
 #pragma once
 
 #include <atomic>
@@ -14,6 +14,7 @@
 #include "key_index.hpp"
 #include "nestpipe.h"
 #include "slot_array.hpp"
+#include "slot_set.hpp"
 #include "use_order.hpp"
 
 namespace nestpipe {
@@ -38,8 +39,8 @@ class Slots {
     nestpipe_slot_counts counts() const;
     void grow(int64_t num_slots);
     void find(const KeysByTable& keys, int64_t* slots) const;
-    int64_t admit(const KeysByTable& keys, int64_t batch, int64_t first_in_flight, int64_t* slots, int64_t* missing,
-                  const nestpipe_slot_records& leaving);
+    void admit(const KeysByTable& keys, int64_t batch, int64_t first_in_flight, int64_t* slots,
+               const nestpipe_missing_keys& missing, const nestpipe_slot_records& leaving);
     void evict(SlotList slots);
     void fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stored, int64_t batch);
     void release(SlotList slots);
@@ -54,49 +55,34 @@ class Slots {
 
     // Numbers of keys of a table.
     struct Counts {
+        std::atomic<int64_t> num_new{0};       // resident, and do not exist
         std::atomic<int64_t> num_unstored{0};  // exist, but not in the store
         std::atomic<int64_t> num_claimed{0};
         std::atomic<int64_t> num_dirty{0};
     };
     class Changes;
 
-    // The slots that an admission is given, besides free ones.
-    struct Victim {
-        uint32_t slot;
-        uint16_t table;
-        bool is_dirty;
-    };
-    struct Victims {
-        std::vector<uint32_t> clean;
-        std::vector<int64_t> dirty;          // table after table
-        std::vector<int64_t> dirty_offsets;  // [num_tables + 1]
-    };
-
     bool has(int64_t slot) const { return slot >= 0 && slot < slots_.size(); }
 
-    // Refuses a list with a slot that does not exist, that occurs twice, or for which why_not(slot) has a text.
+    // use(i, slot, changes) for each slot of a list, which threads share. If why_not(slot) has a text, or there is no
+    // such slot, it is left out, and the list is refused at the end.
+    template <typename WhyNot, typename Use>
+    void for_each(SlotList slots, const WhyNot& why_not, const Use& use);
     template <typename WhyNot>
-    void check(SlotList slots, const WhyNot& why_not);
-    template <typename WhyNot>
-    [[noreturn]] void refuse_list(SlotList slots, const WhyNot& why_not) const;
+    [[noreturn]] void refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const;
 
-    // use(i, slot, changes) for each slot of a list, all different. Threads share the list.
-    template <typename Use>
-    void for_each(SlotList slots, const Use& use);
-
-    uint32_t next_check();
     void check_batch(int64_t batch) const;
     void use_resident(const KeysByTable& keys, int64_t batch, int64_t* slots);
-    int64_t append_uses(int64_t num_keys, int64_t batch, int64_t* slots, int64_t* missing);
-    std::vector<Victim> choose_victims(int64_t num_wanted, int64_t first_in_flight);
-    Victims split(const std::vector<Victim>& chosen) const;
-    void give(const Victims& victims, int64_t num_free, int64_t* slots, const int64_t* missing);
-    void mark_leaving(const Victims& victims, const nestpipe_slot_records& leaving);
+    int64_t append_uses(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
+    int64_t choose_victims(int64_t num_wanted, int64_t first_in_flight, int64_t* num_dirty);
+    void list_victims(int64_t* clean, const nestpipe_slot_records& leaving);
+    void mark_leaving(const nestpipe_slot_records& leaving);
 
-    // The keys of resident slots. May throw.
-    template <typename SlotAt>
-    KeyIndex::Entries entries_of(int64_t count, const SlotAt& slot_at) const;
-    void take_from(const KeyIndex::Entries& entries);  // they leave the index, and their slots are taken
+    // entry_of(i, slot) for each slot of a list. Refused if why_not(slot) has a text. May throw; changes nothing.
+    template <typename WhyNot, typename EntryOf>
+    KeyIndex::Entries entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const;
+    template <typename WhyNot>
+    void take_resident(SlotList slots, const WhyNot& why_not);  // they leave the index, and are taken
 
     const int32_t num_threads_;
 
@@ -105,10 +91,11 @@ class Slots {
     SlotArray slots_;
     FreeSlots free_;
     UseOrder order_;
-    std::vector<Counts> counts_;  // by table
+    SlotSet clean_victims_, dirty_victims_;  // of the admission that is under way
+    std::vector<Counts> counts_;             // by table
+    std::vector<int64_t> next_;              // by table: memory to work in
     int64_t num_resident_ = 0;
     int64_t last_batch_ = 0;
-    uint32_t last_check_ = 0;
 };
 
 }  // namespace nestpipe

@@ -13,11 +13,28 @@ constexpr int64_t kEntryBytes = 256;  // looking at a slot takes as long as copy
 
 void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_threads) {
     const size_t most = 2 * static_cast<size_t>(slots.size()) + kSpare;
-    if (entries_.size() + static_cast<size_t>(count) > most) compact(slots, num_threads);
-    const size_t num_needed = entries_.size() + static_cast<size_t>(count);
+    const auto num_needed_now = [&] { return entries_.size() + static_cast<size_t>(count); };
+    if (num_needed_now() > most) {
+        for_each_before(INT64_MAX, slots, [](uint32_t) { return false; });  // drops entries up to the first that counts
+        if (num_dropped() > entries_.size() / 4)
+            forget_dropped();  // enough where each batch evicts as much as it needs
+    }
+    if (num_needed_now() > most) compact(slots, num_threads);
+    const size_t num_needed = num_needed_now();
     if (num_needed > entries_.capacity())
         entries_.reserve(std::max(num_needed, std::min(2 * entries_.capacity(), most)));
     if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 16);
+}
+
+void UseOrder::forget_dropped() {
+    const size_t count = num_dropped();
+    entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
+    segments_.erase(segments_.begin(), segments_.begin() + static_cast<std::ptrdiff_t>(first_));
+    first_ = 0;
+    for (Segment& segment : segments_) {
+        segment.begin -= count;
+        segment.end -= count;
+    }
 }
 
 // Threads share the segments, each of which first closes its own gaps.

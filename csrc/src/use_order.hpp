@@ -21,12 +21,17 @@ class UseOrder {
     // Makes room for `count` entries, at most one for each slot. May throw; then nothing has changed.
     void reserve(int64_t count, const SlotArray& slots, int32_t num_threads);
 
-    // Batches ascend. The slot's last use becomes the batch, and was another one. Its room is reserved.
-    void append(int64_t batch, uint32_t slot) {
+    // Appends slots whose last use becomes the batch, and was another one. Batches ascend. Room for `most` entries is
+    // reserved. write(uint32_t* slots) writes up to as many, and returns their number.
+    template <typename Write>
+    void append(int64_t batch, int64_t most, Write&& write) {
         if (segments_.size() == first_ || segments_.back().batch != batch)
             segments_.push_back({batch, entries_.size(), entries_.size()});
-        entries_.push_back(slot);
-        ++segments_.back().end;
+        size_t& end = segments_.back().end;
+        entries_.resize(end + static_cast<size_t>(most));
+        end += static_cast<size_t>(write(entries_.data() + end));
+        entries_.resize(end);
+        if (segments_.back().begin == end) segments_.pop_back();
     }
 
     // Calls visit(slot) for slots whose last use is a batch before end_batch, least recently used first and within a
@@ -48,6 +53,8 @@ class UseOrder {
         size_t begin, end;  // of its entries
     };
 
+    size_t num_dropped() const { return first_ < segments_.size() ? segments_[first_].begin : entries_.size(); }
+    void forget_dropped();
     void compact(const SlotArray& slots, int32_t num_threads);
     void prefetch(size_t entry, size_t end, const SlotArray& slots) const {
         if (entry < end) slots.prefetch(entries_[entry]);

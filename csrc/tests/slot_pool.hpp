@@ -62,14 +62,23 @@ struct Records {
 };
 
 struct Admission {
-    List slots, missing;
+    List slots, missing;  // the indices of missing keys
     Records leaving;
+    List missing_slots{}, missing_keys{}, missing_offsets{};
 
-    List of_missing() const {
-        List some;
-        for (const int64_t i : missing) some.push_back(slots[at(i)]);
-        return some;
+    // Room for all that an admission of so many keys writes.
+    static Admission room(int64_t num_keys, int64_t num_tables) {
+        const List list(at(num_keys), -9);
+        return {list, list, Records(num_keys, num_tables), list, list, List(at(num_tables + 1), -9)};
     }
+    nestpipe_missing_keys native_missing() {
+        return {missing.data(), missing_slots.data(), missing_keys.data(), missing_offsets.data()};
+    }
+    void cut() {
+        for (List* list : {&missing, &missing_slots, &missing_keys}) list->resize(at(missing_offsets.back()));
+        leaving.cut();
+    }
+    const List& of_missing() const { return missing_slots; }
     // The slots of missing keys that may be overwritten at once.
     List taken() const {
         List some = of_missing();
@@ -77,7 +86,9 @@ struct Admission {
         return some;
     }
     bool operator==(const Admission& other) const {
-        return slots == other.slots && missing == other.missing && leaving == other.leaving;
+        return slots == other.slots && missing == other.missing && leaving == other.leaving &&
+               missing_slots == other.missing_slots && missing_keys == other.missing_keys &&
+               missing_offsets == other.missing_offsets;
     }
 };
 
@@ -105,16 +116,21 @@ struct Pool {
         OK(nestpipe_slots_find(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), found.data()));
         return found;
     }
+    nestpipe_status admit_into(Admission& room, const Keys& keys, int64_t batch, int64_t first_in_flight) const {
+        const nestpipe_slot_records leaving = room.leaving.native();
+        const nestpipe_missing_keys missing = room.native_missing();
+        return nestpipe_slots_admit(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), batch,
+                                    first_in_flight, room.slots.data(), &missing, &leaving);
+    }
     nestpipe_status try_admit(const Keys& keys, int64_t batch, int64_t first_in_flight, Admission& result) const {
-        result = {List(keys.keys.size()), List(keys.keys.size()), Records(size_of(keys.keys), num_tables)};
-        int64_t num_missing = -1;
-        const nestpipe_slot_records room = result.leaving.native();
-        const nestpipe_status status =
-            nestpipe_slots_admit(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), batch,
-                                 first_in_flight, result.slots.data(), result.missing.data(), &num_missing, &room);
+        result = Admission::room(size_of(keys.keys), num_tables);
+        const nestpipe_status status = admit_into(result, keys, batch, first_in_flight);
         if (status == NESTPIPE_OK) {
-            result.missing.resize(at(num_missing));
-            result.leaving.cut();
+            result.cut();
+            const Keys missing = keys.at_indices(result.missing);
+            CHECK(result.missing_keys == missing.keys && result.missing_offsets == missing.offsets);
+            for (size_t i = 0; i < result.missing.size(); ++i)
+                CHECK(result.slots[at(result.missing[i])] == result.missing_slots[i]);
         }
         return status;
     }

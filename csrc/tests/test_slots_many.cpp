@@ -109,21 +109,16 @@ struct Trained : Pool {
     Trained() : Pool(9000, 2, 2) {
         OK(settle(retrieve(Keys({range(0, 3000), range(0, 2000)}), 1, 1, false).slots, 4));
         retrieve(Keys({range(2000, 6000), range(0, 500)}), 2, 2);  // the others of batch 1 are dirty
-        admission = {List(4100), List(4100), Records(4100, 2)};
+        admission = Admission::room(4100, 2);
     }
-    nestpipe_status admit_next() {
-        const nestpipe_slot_records room = admission.leaving.native();
-        int64_t num_missing;
-        return nestpipe_slots_admit(slots, next.offsets.data(), next.keys.data(), 4100, 3, 3, admission.slots.data(),
-                                    admission.missing.data(), &num_missing, &room);
-    }
+    nestpipe_status admit_next() { return admit_into(admission, next, 3, 3); }
     nestpipe_status fill_next() {
         return nestpipe_slots_fill(slots, next.offsets.data(), next.keys.data(), 4100, admission.slots.data(),
                                    is_stored.data(), 3);
     }
     void admitted() {
         OK(admit_next());
-        admission.leaving.cut();
+        admission.cut();
         CHECK(!admission.leaving.slots.empty());
     }
     void evicted() {
@@ -148,12 +143,12 @@ bool try_without_memory(const Prepare& prepare, const Call& call, const std::fun
     return false;
 }
 
-// Fails the first, second, ... allocation; then lets the process have ever more address space.
-void fail_each_allocation(const Prepare& prepare, const Call& call) {
+// Fails the first, second, ... allocation; then lets the process have ever more address space. Returns the number of
+// allocations.
+int64_t fail_each_allocation(const Prepare& prepare, const Call& call) {
     int64_t k = 0;
     while (!try_without_memory(prepare, call, [&](bool is_limited) { allocations_left = is_limited ? k : INT64_MAX; }))
         CHECK(++k < 1000);
-    CHECK(k > 0);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need terabytes of it
     rlimit unlimited;
     getrlimit(RLIMIT_AS, &unlimited);
@@ -165,16 +160,18 @@ void fail_each_allocation(const Prepare& prepare, const Call& call) {
     }))
         room += room / 4 + (1 << 14);
 #endif
+    return k;
 }
 
 void test_no_memory() {
     const auto nothing = [](Trained&) {};
     fail_each_allocation(nothing, [](Trained& pool) { return pool.admit_next(); });
-    fail_each_allocation(nothing, [](Trained& pool) { return nestpipe_slots_grow(pool.slots, 30000000); });
-    fail_each_allocation(nothing, [](Trained& pool) { return nestpipe_slots_clear(pool.slots); });
+    CHECK(0 < fail_each_allocation(nothing, [](Trained& pool) { return nestpipe_slots_grow(pool.slots, 30000000); }));
+    CHECK(0 < fail_each_allocation(nothing, [](Trained& pool) { return nestpipe_slots_clear(pool.slots); }));
     fail_each_allocation([](Trained& pool) { pool.admitted(); },
                          [](Trained& pool) { return pool.evict(pool.admission.leaving.slots); });
-    fail_each_allocation([](Trained& pool) { pool.evicted(); }, [](Trained& pool) { return pool.fill_next(); });
+    CHECK(0 <
+          fail_each_allocation([](Trained& pool) { pool.evicted(); }, [](Trained& pool) { return pool.fill_next(); }));
 }
 
 // A batch that runs out of memory may have used slots. They can be given to another batch later, as all others.
@@ -184,13 +181,9 @@ void test_no_slot_is_lost() {
         Pool pool(100);
         pool.retrieve(one(range(0, 100)), 1, 1);
         const Keys keys = one(range(20, 90));
-        List found(70), missing(70);
-        Records leaving(70, 1);
-        const nestpipe_slot_records room = leaving.native();
-        int64_t num_missing;
+        Admission room = Admission::room(70, 1);
         allocations_left = k;
-        status = nestpipe_slots_admit(pool.slots, keys.offsets.data(), keys.keys.data(), 70, 2, 2, found.data(),
-                                      missing.data(), &num_missing, &room);
+        status = pool.admit_into(room, keys, 2, 2);
         allocations_left = INT64_MAX;
         CHECK(k < 1000 && size_of(pool.admit(one(range(100, 200)), 3, 3).missing) == 100);
     }

@@ -262,11 +262,8 @@ class _Swap:
     """Missing keys of a batch that take the place of others."""
 
     def __init__(self, pool: GroupPool, admission: Admission) -> None:
-        self.slots, self.keys, self.offsets = (
-            admission.missing_slots,
-            admission.missing_keys,
-            admission.missing_offsets,
-        )
+        missing = admission.missing
+        self.slots, self.keys, self.offsets = missing.slots, missing.keys, missing.offsets
         self.is_stored = torch.empty(len(self.keys), dtype=torch.bool)
         self.num_held = len(self.keys) - len(admission.leaving.slots)
         """Slots that may be overwritten: their records, if they had any, are in the host store."""

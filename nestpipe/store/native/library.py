@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -108,6 +108,10 @@ class NativeSlotRecords(ctypes.Structure):
     )
 
 
+class NativeMissingKeys(ctypes.Structure):
+    _fields_ = (("indices", c_void_p), ("slots", c_void_p), ("keys", c_void_p), ("offsets", c_void_p))
+
+
 _TABLE = (c_void_p, c_int32)
 _TABLES = (c_void_p, c_void_p, c_void_p, c_int64)  # store, table numbers, offsets of their keys, number of tables
 _KEYS = (c_void_p, c_int64)
@@ -159,11 +163,9 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         c_int64,
         c_int64,
         c_void_p,
-        c_void_p,
-        POINTER(c_int64),
+        POINTER(NativeMissingKeys),
         POINTER(NativeSlotRecords),
     ),
-    "slots_select": (c_void_p, c_void_p, c_int64, c_void_p, *_KEYS, c_void_p, c_void_p, c_void_p),
     "slots_evict": _SLOT_LIST,
     "slots_fill": (*_SLOT_KEYS, c_void_p, c_void_p, c_int64),
     "slots_release": _SLOT_LIST,

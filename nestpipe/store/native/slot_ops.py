@@ -1,12 +1,13 @@
 """The slots of a row pool: which key each slot holds, and what the store has of it.
 
 Tensors are int64 and in host memory. Keys are ordered by table: table t has keys offsets[t] .. offsets[t + 1] - 1. They
-are distinct, as are the slots of a list. A call that raises has changed nothing, unless it says otherwise.
+are distinct, as are the slots of a list; that is not checked. A call that raises has changed nothing, unless it says
+otherwise.
 """
 
 import weakref
 from collections.abc import Callable
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref, c_void_p
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 
 from nestpipe.store.interface import check_integer, check_step, check_threads
-from nestpipe.store.native.library import NativeSlotCounts, NativeSlotRecords, TableChangedError, call, pointer
+from nestpipe.store.native.library import (
+    NativeMissingKeys,
+    NativeSlotCounts,
+    NativeSlotRecords,
+    TableChangedError,
+    call,
+    pointer,
+)
 from nestpipe.store.native.plan_ops import check_values
 
 
@@ -31,17 +39,24 @@ class SlotRecords:
 
 
 @dataclass(frozen=True)
+class MissingKeys:
+    """Keys of a batch that were not resident, table after table, and the slots that they were given."""
+
+    indices: Tensor
+    """Where the keys are in the list of the batch's keys, ascending."""
+    slots: Tensor
+    keys: Tensor
+    offsets: Tensor
+    """[tables + 1]: table t has entries offsets[t] .. offsets[t + 1] - 1."""
+
+
+@dataclass(frozen=True)
 class Admission:
     """The slots of a batch."""
 
     slots: Tensor
     """Slot of each key. Those of missing keys are not filled yet."""
-    missing: Tensor
-    """Indices of the keys that were not resident, ascending."""
-    missing_slots: Tensor
-    missing_keys: Tensor
-    missing_offsets: Tensor
-    """[tables + 1]: table t has missing keys missing_offsets[t] .. missing_offsets[t + 1] - 1."""
+    missing: MissingKeys
     leaving: SlotRecords
     """Dirty victims. The last len(leaving.slots) of the missing keys have their slots, in the same order, once they are
     evicted. The slots of all other missing keys may be overwritten at once."""
@@ -108,54 +123,27 @@ class SlotIndex:
     def admit(
         self, offsets: Tensor, keys: Tensor, batch: int, first_in_flight: int, allocate: Allocate = _allocate
     ) -> Admission:
-        """Finds the slots of resident keys, and gives slots to the others: free ones, lowest first, then those of
-        victims, least recently used first.
+        """Finds the slots of resident keys, and gives slots to the others: free ones, then those of clean victims, then
+        those of dirty ones, table after table, each ascending.
 
-        A victim was last used by a batch before `first_in_flight`, and no batch has claimed it. Clean victims are no
-        longer resident. Dirty ones are until `evict`; if that is not called, they stay and may be chosen again. Raises
-        ValueError if there are too few slots; resident keys of the batch may count as used then.
+        Victims are the least recently used slots whose last use was a batch before `first_in_flight`, and that no batch
+        has claimed. Clean ones are no longer resident. Dirty ones are until `evict`; if that is not called, they stay
+        and may be chosen again. Raises ValueError if there are too few slots; resident keys of the batch may count as
+        used then.
 
         allocate: makes the tensors of slots, for example in pinned memory.
         """
         arguments = self._keys(offsets, keys)
-        slots, missing, num_missing = allocate(len(keys)), torch.empty_like(keys), c_int64()
-        records, room = self._room(len(keys), allocate)
+        slots = allocate(len(keys))
+        missing = MissingKeys(_allocate(len(keys)), allocate(len(keys)), _allocate(len(keys)), torch.empty_like(offsets))
+        leaving, room = self._room(len(keys), allocate)
         _check_number("batch", batch)
         _check_number("first_in_flight", first_in_flight)
-        call(
-            "slots_admit",
-            *arguments,
-            batch,
-            first_in_flight,
-            pointer(slots),
-            pointer(missing),
-            byref(num_missing),
-            byref(room),
-        )
-        missing = missing[: num_missing.value]
-        return Admission(slots, missing, *self._selected(offsets, keys, slots, missing, allocate), _cut(records))
-
-    def _selected(
-        self, offsets: Tensor, keys: Tensor, slots: Tensor, missing: Tensor, allocate: Allocate
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        missing_slots, missing_keys, missing_offsets = (
-            allocate(len(missing)),
-            torch.empty_like(missing),
-            torch.empty_like(offsets),
-        )
-        call(
-            "slots_select",
-            pointer(offsets),
-            pointer(keys),
-            self._num_tables,
-            pointer(slots),
-            pointer(missing),
-            len(missing),
-            pointer(missing_slots),
-            pointer(missing_keys),
-            pointer(missing_offsets),
-        )
-        return missing_slots, missing_keys, missing_offsets
+        native = NativeMissingKeys(*(pointer(t) for t in (missing.indices, missing.slots, missing.keys, missing.offsets)))
+        call("slots_admit", *arguments, batch, first_in_flight, pointer(slots), byref(native), byref(room))
+        written = slice(int(missing.offsets[-1]))
+        lists = missing.indices[written], missing.slots[written], missing.keys[written]
+        return Admission(slots, MissingKeys(*lists, missing.offsets), _cut(leaving))
 
     def evict(self, slots: Tensor) -> None:
         """Ends the stay of dirty victims, whose records are in the store now. Their slots belong to the admission."""
@@ -178,14 +166,15 @@ class SlotIndex:
 
     def claim(self, slots: Tensor) -> Tensor:
         """Claims the keys of a batch that do not exist. Returns for each table the number of keys that exist but are
-        not stored, plus those that are claimed. Every batch claims its slots once, and settles them."""
+        not stored, plus those that are claimed. Every batch claims its slots once, and settles them. If it raises, the
+        slots for which it does are not claimed."""
         num_rows = torch.empty(self._num_tables, dtype=torch.int64)
         call("slots_claim", *self._list(slots), pointer(num_rows))
         return num_rows
 
     def settle(self, slots: Tensor, step: int | None) -> None:
         """Notes the outcome of a batch. `step`: it was applied, its slots are dirty and its keys exist. None: it was
-        not; its claims are dropped."""
+        not; its claims are dropped. If it raises, the slots for which it does are not settled."""
         if step is not None:
             check_step(step)
         call("slots_settle", *self._list(slots), -1 if step is None else step)

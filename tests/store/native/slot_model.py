@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestpipe.store.native.slot_ops import Admission, SlotRecords
+from nestpipe.store.native.slot_ops import Admission, MissingKeys, SlotRecords
 
 Key = tuple[int, int]
 """Table and key."""
@@ -100,9 +100,9 @@ class SlotModel:
         if len(free) + len(victims) < len(missing):
             raise ValueError(f"need {len(missing)} slots, but only {len(free) + len(victims)} are free or may be")
         victims = victims[: len(missing) - len(free)]
-        clean = [slot for slot in victims if not self.resident(slot).is_dirty]
+        clean = sorted(slot for slot in victims if not self.resident(slot).is_dirty)
         leaving = [slot for slot in victims if self.resident(slot).is_dirty]
-        leaving.sort(key=lambda slot: self.resident(slot).key[0])  # stable
+        leaving.sort(key=lambda slot: (self.resident(slot).key[0], slot))
         for slot in free + clean:
             self.slots[slot] = TAKEN
         for slot in leaving:
@@ -110,8 +110,8 @@ class SlotModel:
         for i, slot in zip(missing, free + clean + leaving, strict=True):
             slots[i] = slot
         lacking = keys.some(missing)
-        chosen = integers(free + clean + leaving), lacking.keys, lacking.offsets
-        return Admission(integers(slots), integers(missing), *chosen, self._records(leaving))
+        lists = integers(missing), integers(free + clean + leaving), lacking.keys, lacking.offsets
+        return Admission(integers(slots), MissingKeys(*lists), self._records(leaving))
 
     def _victims(self, first_in_flight: int) -> list[int]:
         residents = self.residents().items()

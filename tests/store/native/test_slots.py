@@ -94,8 +94,8 @@ class Walk:
         if admission is None:
             self.num_refused += 1
             return None
-        missing, slots = admission.missing.tolist(), admission.slots.tolist()
-        leaving, of_missing = admission.leaving.slots.tolist(), [slots[i] for i in admission.missing.tolist()]
+        missing, slots = admission.missing.indices.tolist(), admission.slots.tolist()
+        leaving, of_missing = admission.leaving.slots.tolist(), admission.missing.slots.tolist()
         is_whole = self.draws.random() < 0.7
         num_evicted = len(leaving) if is_whole else self.draws.randint(0, len(leaving))
         self.evict(leaving[:num_evicted])
@@ -174,8 +174,7 @@ def test_results_do_not_depend_on_threads() -> None:
             admission = index.admit(offsets, keys, batch, batch)
             index.evict(admission.leaving.slots)
             missing = admission.missing
-            ends = torch.searchsorted(missing, offsets)
-            index.fill(ends, keys[missing], admission.slots[missing], torch.ones(len(missing)) > 0, batch)
+            index.fill(missing.offsets, missing.keys, missing.slots, torch.ones(len(missing.keys)) > 0, batch)
             assert torch.equal(index.find(offsets, keys), admission.slots)
             index.settle(admission.slots[::2].contiguous(), batch)
             admissions.append(admission)
@@ -222,8 +221,7 @@ STORED = SLOTS >= 0
         (lambda s: s.release(SLOTS[:1]), ValueError, "slots[0] is 0, a slot that holds a key"),
         (lambda s: s.evict(SLOTS), ValueError, "slots[0] is 0, a slot that no admission waits for"),
         (lambda s: s.evict(SLOTS.int()), TypeError, "slots must be torch.int64"),
-        (lambda s: s.claim(SLOTS + 2), ValueError, "slots[1] is 3, a slot that holds no key"),
-        (lambda s: s.claim(SLOTS // 2), ValueError, "slot 0 is in the list twice"),
+        (lambda s: s.settle(SLOTS + 2, None), ValueError, "slots[1] is 3, a slot that holds no key"),
         (lambda s: s.settle(SLOTS, -1), ValueError, "step is -1"),
         (lambda s: s.settle(SLOTS + 5, None), ValueError, "slots[0] is 5: the pool has 5 slots"),
         (lambda s: s.clean(SLOTS), ValueError, "slots[0] is 0, a slot that is not dirty"),
