@@ -262,10 +262,11 @@ NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t
  *   free      it belongs to no one;
  *   taken     it belongs to an admission, which has not filled it yet;
  *   resident  it holds a key, which nestpipe_slots_find finds.
- * A batch is admitted, then its missing keys are filled, then its outcome is settled:
- *   admit     finds the keys of the batch. Those that are resident keep their slots. The others are given slots: free
- *             ones, lowest first, and those of victims: the least recently used ones that no batch in flight uses.
- *             Clean victims leave at once. Dirty victims, whose records are newer than the store's, stay resident.
+ * A batch is admitted (use, assign), then its missing keys are filled, then its outcome is settled:
+ *   use       finds the keys of the batch. Those that are resident keep their slots.
+ *   assign    gives slots to the others: free ones, lowest first, and those of victims: the least recently used ones
+ *             that no batch in flight uses. Clean victims leave at once. Dirty victims, whose records are newer than
+ *             the store's, stay resident.
  *   evict     after the records of dirty victims are in the store: they leave, and their slots are taken.
  *   fill      after the records of missing keys are in their slots: the keys enter.
  *   release   where that is given up: taken slots are free again. Victims that were not evicted stay as they were.
@@ -314,24 +315,31 @@ NESTPIPE_API nestpipe_status nestpipe_slots_find(nestpipe_slots* slots, const in
 /* The missing keys of a batch, table after table. */
 typedef struct nestpipe_missing_keys {
     int64_t* indices; /* in the list of the batch's keys, ascending */
-    int64_t* slots;
     int64_t* keys;
     int64_t* offsets; /* [num_tables + 1] table t has entries offsets[t] .. offsets[t + 1] - 1 */
 } nestpipe_missing_keys;
 
-/* Admits a batch. A call that is refused for want of slots may have used the slots of resident keys, and has changed
- * nothing else.
- *   batch            >= 1 and at least that of every call before it
+/* Notes that a batch uses its resident keys, and lists the others.
+ *   batch      >= 1 and at least that of every call before it
+ *   key_slots  [num_keys] the slot of each key that is resident
+ *   missing    room for num_keys: keys that are not */
+NESTPIPE_API nestpipe_status nestpipe_slots_use(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
+                                                int64_t num_keys, int64_t batch, int64_t* key_slots,
+                                                const nestpipe_missing_keys* missing);
+
+/* Gives slots to the missing keys of a batch: free slots, then those of clean victims, then those of dirty ones, each
+ * ascending, the last table after table.
+ *   batch            of the last call of nestpipe_slots_use
  *   first_in_flight  0 .. batch: victims are slots last used by a batch before it, and not claimed
- *   key_slots        [num_keys] the slot of each key
- *   missing          room for num_keys: keys that were not resident. They are given free slots, then those of clean
- *                    victims, then those of dirty ones, each ascending, the last table after table.
- *   leaving          room for num_keys: dirty victims. The last missing keys have their slots, in the same order, once
- *                    they are evicted. Slots of all other missing keys are taken. */
-NESTPIPE_API nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
-                                                  int64_t num_keys, int64_t batch, int64_t first_in_flight,
-                                                  int64_t* key_slots, const nestpipe_missing_keys* missing,
-                                                  const nestpipe_slot_records* leaving);
+ *   missing          [num_missing] indices of the keys, as nestpipe_slots_use lists them
+ *   missing_slots    [num_missing]
+ *   key_slots        [num_keys] of all keys of the batch: those of missing keys are written
+ *   leaving          room for num_missing: dirty victims. The last missing keys have their slots, in the same order,
+ *                    once they are evicted. Slots of all other missing keys are taken. */
+NESTPIPE_API nestpipe_status nestpipe_slots_assign(nestpipe_slots* slots, int64_t batch, int64_t first_in_flight,
+                                                   const int64_t* missing, int64_t num_missing, int64_t* missing_slots,
+                                                   int64_t* key_slots, int64_t num_keys,
+                                                   const nestpipe_slot_records* leaving);
 
 /* Takes the slots of dirty victims, whose records are in the store now. */
 NESTPIPE_API nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const int64_t* list, int64_t num_slots);
@@ -339,7 +347,7 @@ NESTPIPE_API nestpipe_status nestpipe_slots_evict(nestpipe_slots* slots, const i
 /* Makes keys resident in taken slots, which hold their records now. Refused if a key is resident already.
  *   key_slots  [num_keys]
  *   is_stored  [num_keys] 1 where the record came from the store, 0 where it is the initial one
- *   batch      as in nestpipe_slots_admit: it has used the slots */
+ *   batch      as in nestpipe_slots_use: it has used the slots */
 NESTPIPE_API nestpipe_status nestpipe_slots_fill(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
                                                  int64_t num_keys, const int64_t* key_slots, const uint8_t* is_stored,
                                                  int64_t batch);

@@ -76,22 +76,34 @@ nestpipe_status nestpipe_slots_find(nestpipe_slots* slots, const int64_t* offset
     });
 }
 
-nestpipe_status nestpipe_slots_admit(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys,
-                                     int64_t num_keys, int64_t batch, int64_t first_in_flight, int64_t* key_slots,
-                                     const nestpipe_missing_keys* missing, const nestpipe_slot_records* leaving) {
+nestpipe_status nestpipe_slots_use(nestpipe_slots* slots, const int64_t* offsets, const int64_t* keys, int64_t num_keys,
+                                   int64_t batch, int64_t* key_slots, const nestpipe_missing_keys* missing) {
     return guarded([&] {
         Slots& all = the_slots(slots);
-        const KeysByTable wanted = keys_of(all, offsets, keys, num_keys);
+        const KeysByTable used = keys_of(all, offsets, keys, num_keys);
         need_array(key_slots, num_keys, "key_slots");
         need(missing, "missing");
         need(missing->offsets, "offsets of missing");
-        for (const int64_t* array : {missing->indices, missing->slots, missing->keys})
-            need_array(array, num_keys, "array of missing");
+        for (const int64_t* array : {missing->indices, missing->keys}) need_array(array, num_keys, "array of missing");
+        all.use(used, batch, key_slots, *missing);
+    });
+}
+
+nestpipe_status nestpipe_slots_assign(nestpipe_slots* slots, int64_t batch, int64_t first_in_flight,
+                                      const int64_t* missing, int64_t num_missing, int64_t* missing_slots,
+                                      int64_t* key_slots, int64_t num_keys, const nestpipe_slot_records* leaving) {
+    return guarded([&] {
+        Slots& all = the_slots(slots);
+        need_count(num_missing, "num_missing");
+        need_places(missing, num_missing, num_keys, "missing");
+        need_array(missing_slots, num_missing, "missing_slots");
+        need_array(key_slots, num_keys, "key_slots");
         need_room(leaving);
-        if (leaving->capacity < num_keys)
+        if (leaving->capacity < num_missing)
             refuse("leaving has room for " + std::to_string(leaving->capacity) + " slots, must have it for all " +
-                   std::to_string(num_keys) + " keys");
-        all.admit(wanted, batch, first_in_flight, key_slots, *missing, *leaving);
+                   std::to_string(num_missing) + " missing keys");
+        all.assign(batch, first_in_flight, {missing_slots, num_missing}, *leaving);
+        for (int64_t i = 0; i < num_missing; ++i) key_slots[missing[i]] = missing_slots[i];
     });
 }
 

@@ -26,9 +26,12 @@ class Index {
     uint32_t find(uint64_t place) const { return first_not_below(place).row_of(place); }
 
     void prefetch(uint64_t place) const { nestpipe::prefetch(lines_ + home(place)); }
+    void prefetch_to_write(uint64_t place) const { nestpipe::prefetch_to_write(lines_ + home(place)); }
 
     // Makes room for `rows` in all. May throw Error(NESTPIPE_OUT_OF_MEMORY); then nothing has changed.
-    void reserve(uint64_t rows);
+    void reserve(uint64_t rows) {
+        if (rows > rows_that_fit(num_lines_)) grow(rows);
+    }
 
     void insert(uint64_t place, uint32_t row) {  // the place must be missing and its room reserved
         insert_at(first_not_below(place), place, row);
@@ -97,6 +100,10 @@ class Index {
             if (const int slot = line->count_below(place); slot < kSlots) return {line, slot};
     }
 
+    // At 7/10 full one row in eight lives outside its home line.
+    static constexpr uint64_t rows_that_fit(uint64_t num_lines) { return num_lines / 2 * 7; }
+
+    void grow(uint64_t rows);
     void insert_at(Position at, uint64_t place, uint32_t row);
     void rebuild(uint64_t num_lines);
 

@@ -49,42 +49,31 @@ template <typename Use>
 void KeyIndex::for_each_entry(const Entries& entries, Part part, const Use& use) {
     selected_in_two_steps(
         entries.count, [&](int64_t i) { return part.has(entries[i]); },
-        [&](int64_t i) { shards_[entries[i].shard].index.prefetch(entries[i].place); },
+        [&](int64_t i) { shards_[entries[i].shard].index.prefetch_to_write(entries[i].place); },
         [&](int64_t i) { use(shards_[entries[i].shard], entries[i]); });
 }
 
-// The shards of a table are equally full, so all of them grow in the same call. Threads share that work, too.
-void KeyIndex::reserve(const Entries& entries) {
-    std::vector<uint64_t> num_keys(shards_.size());
-    std::atomic<bool> has_failed{false};
+// Threads share the work of growing, too: the shards of a table are equally full.
+int64_t KeyIndex::insert(const Entries& entries) {
+    std::atomic<bool> is_repeated{false}, has_failed{false};
     for_each_part(entries, [&](Part part) {
-        for (uint32_t s = part.first; s < part.end; ++s) num_keys[s] = shards_[s].num_keys;
-        for (int64_t i = 0; i < entries.count; ++i)
-            if (part.has(entries[i])) ++num_keys[entries[i].shard];
         try {
-            for (uint32_t s = part.first; s < part.end; ++s) shards_[s].index.reserve(num_keys[s]);
+            for_each_entry(entries, part, [&](Shard& shard, const Entry& entry) {
+                shard.index.reserve(shard.num_keys + 1);
+                if (shard.index.try_insert(entry.place, entry.slot))
+                    ++shard.num_keys;
+                else
+                    is_repeated = true;
+            });
         } catch (...) {  // a body of parallel_for must not throw
             has_failed = true;
         }
     });
+    if (is_repeated || has_failed) erase_inserted(entries);
     if (has_failed)
         throw Error(NESTPIPE_OUT_OF_MEMORY,
                     "out of memory: the system refused address space for the index of resident keys; use fewer slots");
-}
-
-int64_t KeyIndex::insert(const Entries& entries) {
-    std::atomic<bool> is_repeated{false};
-    for_each_part(entries, [&](Part part) {
-        for_each_entry(entries, part, [&](Shard& shard, const Entry& entry) {
-            if (shard.index.try_insert(entry.place, entry.slot))
-                ++shard.num_keys;
-            else
-                is_repeated = true;
-        });
-    });
-    if (!is_repeated) return -1;
-    erase_inserted(entries);
-    return first_repeated(entries);
+    return is_repeated ? first_repeated(entries) : -1;
 }
 
 void KeyIndex::erase(const Entries& entries) {

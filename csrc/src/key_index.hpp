@@ -66,11 +66,9 @@ class KeyIndex {
     template <typename Fetch, typename EntryOf>
     Entries entries(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
 
-    // Makes room for entries. May throw; then nothing has changed but the memory that is used.
-    void reserve(const Entries& entries);
-
-    // Inserts entries, for which there is room. Returns -1, or if a key is in the index already or occurs twice the
-    // first such item; then nothing has changed. No slot of an entry may be in the index.
+    // Inserts entries. Returns -1, or if a key is in the index already or occurs twice the first such item; then
+    // nothing has changed. May throw; then nothing has changed but the memory that is used. No slot of an entry may be
+    // in the index.
     int64_t insert(const Entries& entries);
 
     // Erases entries, which are in the index.

@@ -36,13 +36,15 @@ class Pool {
     void run(Loop& loop, int32_t num_helpers) {
         try {
             std::lock_guard lock(mutex_);
-            start_threads(num_helpers);
+            num_wanted_ += num_helpers;
+            start_threads(std::max(num_helpers, std::min(num_wanted_, num_cores_ - 1)));
             for (int32_t i = 0; i < num_helpers; ++i) waiting_.push_back(&loop);
         } catch (const std::exception&) {  // no thread or no memory: fewer helpers, and the same work
         }
         wake_.notify_all();
         loop.work();
         std::unique_lock lock(mutex_);
+        num_wanted_ -= num_helpers;
         waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &loop), waiting_.end());
         helped_.wait(lock, [&] { return loop.num_helping == 0; });
     }
@@ -72,6 +74,8 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wake_, helped_;
     std::deque<Loop*> waiting_;
+    const int32_t num_cores_ = static_cast<int32_t>(std::thread::hardware_concurrency());
+    int32_t num_wanted_ = 0;  // by the loops that run now: each finds helpers, as long as there are cores
     int32_t num_started_ = 0;
 };
 

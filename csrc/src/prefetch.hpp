@@ -14,6 +14,15 @@ inline void prefetch(const void* address) {
 #endif
 }
 
+// For memory that will be written: another core that has it gives it up at once.
+inline void prefetch_to_write(const void* address) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(address)));
+#else
+    __builtin_prefetch(address, 1);
+#endif
+}
+
 // For a record: into the second level of the cache, which waits for more lines at a time than the first.
 inline void prefetch_far(const void* address) {
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Admission of a batch: its keys that are resident keep their slots, the others get free ones and those of victims.
+// Admission of a batch: keys that are resident keep their slots, the others get free ones and those of victims.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -13,28 +13,30 @@ namespace {
 constexpr int64_t kUsedBefore = int64_t{1} << 32;  // beside the number of a slot: the batch has used it already
 }
 
-void Slots::admit(const KeysByTable& keys, int64_t batch, int64_t first_in_flight, int64_t* slots,
-                  const nestpipe_missing_keys& missing, const nestpipe_slot_records& leaving) {
+int64_t Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing) {
     Lock lock(mutex_);
     check_batch(batch);
+    order_.reserve(std::min(keys.num_keys, num_resident_) + 1, slots_, num_threads_);
+    use_resident(keys, batch, slots);
+    last_batch_ = batch;
+    return append_uses(keys, batch, slots, missing);
+}
+
+void Slots::assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, const nestpipe_slot_records& leaving) {
+    Lock lock(mutex_);
+    if (batch != last_batch_)
+        refuse("batch is " + std::to_string(batch) + ", must be the last that has used slots, " +
+               std::to_string(last_batch_));
     if (first_in_flight < 0 || first_in_flight > batch)
         refuse("first_in_flight is " + std::to_string(first_in_flight) +
                ", must be 0 .. batch = " + std::to_string(batch));
-    // Room first: a slot whose last use changes needs an entry in the order of uses, whatever happens next.
-    order_.reserve(std::min(keys.num_keys, num_resident_) + 1, slots_, num_threads_);
-    use_resident(keys, batch, slots);
-    const int64_t num_missing = append_uses(keys, batch, slots, missing);
-    last_batch_ = batch;
-
-    const int64_t num_free = std::min(num_missing, free_.count());
-    std::fill_n(leaving.offsets, num_tables() + 1, 0);
-    const int64_t num_victims = choose_victims(num_missing - num_free, first_in_flight, leaving.offsets + 1);
-    // From here to the victims' lists nothing may throw: the sets are empty between two calls.
+    const int64_t num_free = std::min(missing.count, free_.count());
+    const int64_t num_victims = choose_victims(missing.count - num_free, first_in_flight);
     int64_t* const clean = missing.slots + num_free;
-    list_victims(clean, leaving);
-    if (num_free + num_victims < num_missing)
+    list_victims(clean, leaving);  // nothing has thrown: the sets are empty between two calls
+    if (num_free + num_victims < missing.count)
         refuse("the keys of batch " + std::to_string(batch) + " that are not resident need " +
-               std::to_string(num_missing) + " slots, but only " + std::to_string(num_free + num_victims) +
+               std::to_string(missing.count) + " slots, but only " + std::to_string(num_free + num_victims) +
                " are free or may be evicted; grow the pool first");
     const int64_t num_dirty = leaving.offsets[num_tables()];
     take_resident({clean, num_victims - num_dirty}, [](const Slot&) -> const char* { return nullptr; });
@@ -42,8 +44,7 @@ void Slots::admit(const KeysByTable& keys, int64_t batch, int64_t first_in_fligh
         slots_[number].take();
         *next++ = number;
     });
-    std::copy_n(leaving.slots, num_dirty, missing.slots + num_missing - num_dirty);
-    for (int64_t i = 0; i < num_missing; ++i) slots[missing.indices[i]] = missing.slots[i];
+    std::copy_n(leaving.slots, num_dirty, missing.slots + missing.count - num_dirty);
     mark_leaving(leaving);
 }
 
@@ -93,24 +94,33 @@ int64_t Slots::append_uses(const KeysByTable& keys, int64_t batch, int64_t* slot
 }
 
 // Chooses victims, at most as many as are wanted, and returns their number. Slots that are claimed are left out: a
-// batch in flight would find another key in them. num_dirty: [num_tables] the number of dirty ones is added.
-int64_t Slots::choose_victims(int64_t num_wanted, int64_t first_in_flight, int64_t* num_dirty) {
-    if (num_wanted == 0) return 0;
+// batch in flight would find another key in them.
+int64_t Slots::choose_victims(int64_t num_wanted, int64_t first_in_flight) {
+    enum Class : uint8_t { kNone, kClean, kDirty };
+    const auto class_of = [](const Slot& slot) -> uint8_t {
+        if (slot.num_claims > 0) return kNone;
+        return slot.is(Slot::kDirty) ? kDirty : kClean;
+    };
     int64_t num_chosen = 0;
-    order_.for_each_before(first_in_flight, slots_, [&](uint32_t number) {
-        const Slot& slot = slots_[number];
-        if (slot.num_claims > 0) return true;
-        (slot.is(Slot::kDirty) ? dirty_victims_ : clean_victims_).add(number);
-        num_dirty[slot.table] += slot.is(Slot::kDirty);
-        return ++num_chosen < num_wanted;
-    });
+    if (num_wanted > 0)
+        order_.for_each_before(first_in_flight, slots_, num_wanted, num_threads_, class_of,
+                               [&](uint32_t number, uint8_t its_class) {
+                                   (its_class == kDirty ? dirty_victims_ : clean_victims_).add(number);
+                                   return ++num_chosen < num_wanted;
+                               });
     return num_chosen;
 }
 
 // Lists the victims, ascending: keys that arrive together get neighbouring slots, and later calls that go through their
-// slots read memory in order. leaving.offsets: the number of dirty victims of table t is in place t + 1.
+// slots read memory in order.
 void Slots::list_victims(int64_t* clean, const nestpipe_slot_records& leaving) {
     clean_victims_.take_all([&](uint32_t number) { *clean++ = number; });
+    std::fill_n(leaving.offsets, num_tables() + 1, 0);
+    if (num_tables() == 1) {
+        dirty_victims_.take_all([&](uint32_t number) { leaving.slots[leaving.offsets[1]++] = number; });
+        return;
+    }
+    dirty_victims_.for_each([&](uint32_t number) { ++leaving.offsets[slots_[number].table + 1]; });
     std::partial_sum(leaving.offsets, leaving.offsets + num_tables() + 1, leaving.offsets);
     std::copy_n(leaving.offsets, num_tables(), next_.begin());
     dirty_victims_.take_all([&](uint32_t number) { leaving.slots[next_[slots_[number].table]++] = number; });

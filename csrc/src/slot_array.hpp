@@ -44,6 +44,7 @@ class SlotArray {
     int64_t size() const { return size_; }
     Slot& operator[](uint32_t slot) const { return *reinterpret_cast<Slot*>(arena_.record(slot)); }
     void prefetch(uint32_t slot) const { nestpipe::prefetch(arena_.record(slot)); }
+    void prefetch_to_write(uint32_t slot) const { nestpipe::prefetch_to_write(arena_.record(slot)); }
 
     // Adds slots that are free. May throw; then nothing has changed.
     void grow(int64_t size) {

@@ -69,7 +69,7 @@ void Slots::for_each(SlotList slots, const WhyNot& why_not, const Use& use) {
         in_two_steps(
             begin, end,
             [&](int64_t i) {
-                if (has(slots.slots[i])) slots_.prefetch(slots[i]);
+                if (has(slots.slots[i])) slots_.prefetch_to_write(slots[i]);
             },
             [&](int64_t i) {
                 if (!has(slots.slots[i]) || why_not(slots_[slots[i]]) != nullptr) return wrong.note(i);

@@ -99,7 +99,6 @@ void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stor
         return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
     });
     order_.reserve(slots.count, slots_, num_threads_);
-    index_.reserve(entries);
     if (const int64_t i = index_.insert(entries); i >= 0)
         refuse("keys[" + std::to_string(i) + "] is " + std::to_string(keys.keys[i]) + ", a key of table " +
                std::to_string(index_.table(entries[i])) + " that is resident already or in the list twice");

@@ -30,6 +30,12 @@ struct SlotList {
     uint32_t operator[](int64_t i) const { return static_cast<uint32_t>(slots[i]); }
 };
 
+// Slots that a call writes.
+struct SlotRoom {
+    int64_t* slots;
+    int64_t count;
+};
+
 class Slots {
  public:
     Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads);
@@ -39,8 +45,8 @@ class Slots {
     nestpipe_slot_counts counts() const;
     void grow(int64_t num_slots);
     void find(const KeysByTable& keys, int64_t* slots) const;
-    void admit(const KeysByTable& keys, int64_t batch, int64_t first_in_flight, int64_t* slots,
-               const nestpipe_missing_keys& missing, const nestpipe_slot_records& leaving);
+    int64_t use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
+    void assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, const nestpipe_slot_records& leaving);
     void evict(SlotList slots);
     void fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stored, int64_t batch);
     void release(SlotList slots);
@@ -74,7 +80,7 @@ class Slots {
     void check_batch(int64_t batch) const;
     void use_resident(const KeysByTable& keys, int64_t batch, int64_t* slots);
     int64_t append_uses(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
-    int64_t choose_victims(int64_t num_wanted, int64_t first_in_flight, int64_t* num_dirty);
+    int64_t choose_victims(int64_t num_wanted, int64_t first_in_flight);
     void list_victims(int64_t* clean, const nestpipe_slot_records& leaving);
     void mark_leaving(const nestpipe_slot_records& leaving);
 

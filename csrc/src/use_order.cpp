@@ -7,15 +7,17 @@
 namespace nestpipe {
 
 namespace {
-constexpr size_t kSpare = 4096;       // entries beyond twice the number of slots: a small pool is not compacted often
-constexpr int64_t kEntryBytes = 256;  // looking at a slot takes as long as copying this much
+constexpr size_t kSpare = 4096;  // entries beyond twice the number of slots: a small pool is not compacted often
 }  // namespace
 
 void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_threads) {
     const size_t most = 2 * static_cast<size_t>(slots.size()) + kSpare;
     const auto num_needed_now = [&] { return entries_.size() + static_cast<size_t>(count); };
     if (num_needed_now() > most) {
-        for_each_before(INT64_MAX, slots, [](uint32_t) { return false; });  // drops entries up to the first that counts
+        // Drops entries up to the first that counts.
+        for_each_before(
+            INT64_MAX, slots, count, num_threads, [](const Slot&) { return uint8_t{1}; },
+            [](uint32_t, uint8_t) { return false; });
         if (num_dropped() > entries_.size() / 4)
             forget_dropped();  // enough where each batch evicts as much as it needs
     }
@@ -53,7 +55,7 @@ void UseOrder::compact(const SlotArray& slots, int32_t num_threads) {
         }
     };
     const auto num_segments = static_cast<int64_t>(segments_.size() - first_);
-    const int32_t num_used = threads_for(static_cast<int64_t>(entries_.size()), kEntryBytes, num_threads);
+    const int32_t num_used = threads_for(static_cast<int64_t>(entries_.size()), kLookBytes, num_threads);
     parallel_for(num_segments, num_segments / (8 * num_used) + 1, num_used, std::cref(drop_stale));
 
     size_t num_left = 0, num_entries = 0;

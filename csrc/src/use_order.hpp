@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lookahead.hpp"
+#include "parallel.hpp"
 #include "slot_array.hpp"
 
 namespace nestpipe {
@@ -34,10 +36,12 @@ class UseOrder {
         if (segments_.back().begin == end) segments_.pop_back();
     }
 
-    // Calls visit(slot) for slots whose last use is a batch before end_batch, least recently used first and within a
-    // batch in the order in which they were appended, until it returns false.
-    template <typename Visit>
-    void for_each_before(int64_t end_batch, const SlotArray& slots, Visit&& visit);
+    // Calls visit(slot, class_of(slot)) for slots whose last use is a batch before end_batch and whose class is not 0,
+    // least recently used first and within a batch in the order in which they were appended, until it returns false.
+    // num_wanted: about so many will be visited. Threads share the look at the slots.
+    template <typename ClassOf, typename Visit>
+    void for_each_before(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
+                         const ClassOf& class_of, Visit&& visit);
 
     void clear() {
         entries_.clear();
@@ -53,6 +57,14 @@ class UseOrder {
         size_t begin, end;  // of its entries
     };
 
+    static constexpr size_t kLeastLooks = 256, kMostLooks = 32768;  // at a time
+    static constexpr int64_t kLookBytes = 256;    // a look at a slot takes as long as copying this much
+    static constexpr uint8_t kStale = UINT8_MAX;  // beside the classes: the entry no longer counts
+
+    // classes[i] becomes the class of the slot of entry first + i.
+    template <typename ClassOf>
+    void look(const Segment& segment, size_t first, size_t end, const SlotArray& slots, int32_t num_threads,
+              const ClassOf& class_of);
     size_t num_dropped() const { return first_ < segments_.size() ? segments_[first_].begin : entries_.size(); }
     void forget_dropped();
     void compact(const SlotArray& slots, int32_t num_threads);
@@ -63,24 +75,48 @@ class UseOrder {
     std::vector<uint32_t> entries_;
     std::vector<Segment> segments_;
     size_t first_ = 0;  // segment; those before it are empty
+    std::vector<uint8_t> classes_ = std::vector<uint8_t>(kMostLooks);
 };
 
-template <typename Visit>
-void UseOrder::for_each_before(int64_t end_batch, const SlotArray& slots, Visit&& visit) {
+template <typename ClassOf, typename Visit>
+void UseOrder::for_each_before(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
+                               const ClassOf& class_of, Visit&& visit) {
     bool is_front = true;  // no entry so far counts
+    size_t num_looks = std::clamp(static_cast<size_t>(num_wanted), kLeastLooks, kMostLooks);
     for (size_t s = first_; s < segments_.size() && segments_[s].batch < end_batch; ++s) {
         Segment& segment = segments_[s];
-        for (size_t i = segment.begin; i < segment.end; ++i) {
-            prefetch(i + size_t{kAhead}, entries_.size(), slots);
-            if (slots[entries_[i]].last_use == segment.batch) {
+        for (size_t first = segment.begin, end; first < segment.end; first = end) {
+            end = std::min(first + num_looks, segment.end);
+            num_looks = std::min(2 * num_looks, kMostLooks);
+            look(segment, first, end, slots, num_threads, class_of);
+            for (size_t i = first; i < end; ++i) {
+                const uint8_t its_class = classes_[i - first];
+                if (its_class == kStale) {
+                    if (is_front) segment.begin = i + 1;
+                    continue;
+                }
                 is_front = false;
-                if (!visit(entries_[i])) return;
-            } else if (is_front) {
-                segment.begin = i + 1;
+                if (its_class != 0 && !visit(entries_[i], its_class)) return;
             }
         }
         if (is_front) first_ = s + 1;
     }
+}
+
+template <typename ClassOf>
+void UseOrder::look(const Segment& segment, size_t first, size_t end, const SlotArray& slots, int32_t num_threads,
+                    const ClassOf& class_of) {
+    const uint32_t* const entries = entries_.data() + first;
+    const auto some = [&](int64_t begin, int64_t last) {
+        in_two_steps(
+            begin, last, [&](int64_t i) { slots.prefetch(entries[i]); },
+            [&](int64_t i) {
+                const Slot& slot = slots[entries[i]];
+                classes_[static_cast<size_t>(i)] = slot.last_use == segment.batch ? class_of(slot) : kStale;
+            });
+    };
+    const auto count = static_cast<int64_t>(end - first);
+    parallel_for(count, grain_for(count, kLookBytes, num_threads), num_threads, std::cref(some));
 }
 
 }  // namespace nestpipe

@@ -71,9 +71,7 @@ struct Admission {
         const List list(at(num_keys), -9);
         return {list, list, Records(num_keys, num_tables), list, list, List(at(num_tables + 1), -9)};
     }
-    nestpipe_missing_keys native_missing() {
-        return {missing.data(), missing_slots.data(), missing_keys.data(), missing_offsets.data()};
-    }
+    nestpipe_missing_keys native_missing() { return {missing.data(), missing_keys.data(), missing_offsets.data()}; }
     void cut() {
         for (List* list : {&missing, &missing_slots, &missing_keys}) list->resize(at(missing_offsets.back()));
         leaving.cut();
@@ -116,11 +114,19 @@ struct Pool {
         OK(nestpipe_slots_find(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), found.data()));
         return found;
     }
-    nestpipe_status admit_into(Admission& room, const Keys& keys, int64_t batch, int64_t first_in_flight) const {
-        const nestpipe_slot_records leaving = room.leaving.native();
+    nestpipe_status use_into(Admission& room, const Keys& keys, int64_t batch) const {
         const nestpipe_missing_keys missing = room.native_missing();
-        return nestpipe_slots_admit(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), batch,
-                                    first_in_flight, room.slots.data(), &missing, &leaving);
+        return nestpipe_slots_use(slots, keys.offsets.data(), keys.keys.data(), size_of(keys.keys), batch,
+                                  room.slots.data(), &missing);
+    }
+    nestpipe_status assign_into(Admission& room, int64_t batch, int64_t first_in_flight) const {
+        const nestpipe_slot_records leaving = room.leaving.native();
+        return nestpipe_slots_assign(slots, batch, first_in_flight, room.missing.data(), room.missing_offsets.back(),
+                                     room.missing_slots.data(), room.slots.data(), size_of(room.slots), &leaving);
+    }
+    nestpipe_status admit_into(Admission& room, const Keys& keys, int64_t batch, int64_t first_in_flight) const {
+        const nestpipe_status status = use_into(room, keys, batch);
+        return status == NESTPIPE_OK ? assign_into(room, batch, first_in_flight) : status;
     }
     nestpipe_status try_admit(const Keys& keys, int64_t batch, int64_t first_in_flight, Admission& result) const {
         result = Admission::room(size_of(keys.keys), num_tables);

@@ -137,7 +137,7 @@ void test_refusals() {
         {"clean", [&](const List& list) { return pool.clean(list); }},
         {"settle", [&](const List& list) { return pool.settle(list, 4); }},
         {"not applied", [&](const List& list) { return pool.settle(list, -1); }},
-        {"fill", [&](const List& list) { return pool.fill(Keys({range(20, 20 + size_of(list)), {}}), list, 3); }}};
+        {"fill", [&](const List& list) { return pool.fill(Keys({range(20, 20 + size_of(list)), {}}), list, 4); }}};
     const auto each = [&](const List& list, const char* why, const std::vector<std::string>& names) {
         for (const std::string& name : names) refused(why, [&] { return lists.at(name)(list); });
     };
@@ -157,8 +157,14 @@ void test_refusals() {
     refused("keys[2] is 3, a key of table 0", [&] { return pool.fill(Keys({{3, 4, 3}, {}}), {3, 4, 5}, 3); });
     Admission none{{}, {}, Records(0, 0)};
     refused("batch is 2, must be at least 3", [&] { return pool.try_admit(all, 2, 1, none); });
-    refused("first_in_flight is 5, must be 0 .. batch = 4", [&] { return pool.try_admit(all, 4, 5, none); });
-    refused("first_in_flight is -1", [&] { return pool.try_admit(all, 4, -1, none); });
+    const Keys some({{2, 7}, {8}});
+    refused("first_in_flight is 5, must be 0 .. batch = 4", [&] { return pool.try_admit(some, 4, 5, none); });
+    refused("first_in_flight is -1", [&] { return pool.try_admit(some, 4, -1, none); });
+    Admission used = Admission::room(3, 2);
+    OK(pool.use_into(used, some, 4));
+    refused("batch is 3, must be the last that has used slots, 4", [&] { return pool.assign_into(used, 3, 3); });
+    used.missing[0] = 3;
+    refused("missing[0] is 3, outside of an array of 3", [&] { return pool.assign_into(used, 4, 3); });
     refused("step is -2", [&] { return pool.settle({1}, -2); });
     refused("num_slots is 5, must be 6", [&] { return nestpipe_slots_grow(pool.slots, 5); });
     refused("num_slots is 4294967295", [&] { return nestpipe_slots_grow(pool.slots, 4294967295); });

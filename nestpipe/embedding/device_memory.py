@@ -19,7 +19,7 @@ from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import with_occurrences
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.host_link import HostLink
-from nestpipe.embedding.memory import HostCall, update_records
+from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
 from nestpipe.kernels.rows.pinned import keep_alive_until
@@ -60,15 +60,13 @@ class DeviceMemory:
         return numbers.to(self.device, non_blocking=True)
 
     def fill_records(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
-        self._link.swap(records, _NONE, _no_call, slots, gather)
+        self._link.fill(records, slots, gather)
 
     def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
-        self._link.swap(records, slots, scatter, _NONE, _no_call)
+        self._link.drain(records, slots, scatter)
 
-    def swap_records(
-        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
-    ) -> None:
-        self._link.swap(records, leaving, scatter, arriving, gather)
+    def swap_records(self, records: Tensor, swap: Swap) -> None:
+        self._link.swap(records, swap)
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         row_kernels.copy_rows(source, from_places, target, to_places)
@@ -144,10 +142,3 @@ def _in_units(message: Tensor, places: Tensor | None, like: Tensor, num_rows: in
     step = message_unit(dim * dtype.itemsize) // dtype.itemsize
     num_places = max(0, (elements.numel() - dim) // step + 1)
     return elements.as_strided((num_places, dim), (step, 1)), places
-
-
-_NONE = torch.empty(0, dtype=torch.int64)
-
-
-def _no_call(records: Tensor, stretch: slice, places: Tensor | None) -> None:
-    raise AssertionError("there are no records to copy")

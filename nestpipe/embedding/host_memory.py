@@ -11,7 +11,7 @@ from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
-from nestpipe.embedding.memory import HostCall, update_records
+from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
 from nestpipe.kernels.rows.segments import Segments
@@ -41,7 +41,7 @@ class HostMemory:
         return batch
 
     def empty_list(self, number: int) -> Tensor:
-        return torch.empty(number, dtype=torch.int64)
+        return recycled.empty((number,), torch.int64)
 
     def upload_list(self, numbers: Tensor) -> Tensor:
         return numbers
@@ -52,13 +52,13 @@ class HostMemory:
     def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
         scatter(records, slice(0, len(records if slots is None else slots)), slots)
 
-    def swap_records(
-        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
-    ) -> None:
+    def swap_records(self, records: Tensor, swap: Swap) -> None:
+        leaving, arriving = swap.assign()
         if len(leaving) > 0:
-            self.drain_records(records, leaving, scatter)
+            self.drain_records(records, leaving, swap.scatter)
         if len(arriving) > 0:
-            self.fill_records(records, arriving, gather)
+            self.fill_records(records, arriving, swap.gather)
+            swap.fill(slice(0, len(arriving)))
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         row_ops.copy_rows(source, from_places, target, to_places, torch.get_num_threads())

@@ -24,6 +24,30 @@ HostCall = Callable[[Tensor, slice, Tensor | None], None]
 array, None for all its rows in order."""
 
 
+class Swap(Protocol):
+    """Records that arrive in slots, some of which hold others that have to leave for the host store first.
+
+    A memory may call `assign` while it gathers, and `fill` while it gathers and scatters other records. It calls the
+    two one at a time.
+    """
+
+    @property
+    def num_arriving(self) -> int: ...
+
+    def gather(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        """A HostCall: reads arriving records from the host store."""
+
+    def assign(self) -> tuple[Tensor, Tensor]:
+        """Returns the slots that records leave, and those that they arrive in. The last of the latter are the former,
+        in the same order: such a slot is filled after its record was scattered."""
+
+    def scatter(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        """A HostCall: writes leaving records to the host store."""
+
+    def fill(self, stretch: slice) -> None:
+        """Takes note that records have arrived, or will have when the work of the stream is done."""
+
+
 class Memory(Protocol):
     """Memory of one kind. Places are row indices, distinct within a call; None stands for all rows, in order."""
 
@@ -55,11 +79,8 @@ class Memory(Protocol):
     def drain_records(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
         """Writes slots to the host store; `scatter` reads from host memory."""
 
-    def swap_records(
-        self, records: Tensor, leaving: Tensor, scatter: HostCall, arriving: Tensor, gather: HostCall
-    ) -> None:
-        """Writes slots to the host store and fills slots from it, both at once. `arriving` may have slots of `leaving`,
-        in the same order at its end: such a slot is filled after its record was written."""
+    def swap_records(self, records: Tensor, swap: "Swap") -> None:
+        """Writes slots to the host store and fills slots from it, both at once."""
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         """Copies rows: target[to_places] = source[from_places]."""

@@ -26,7 +26,7 @@ from nestpipe.embedding.resident import (
 )
 from nestpipe.embedding.route import OwnerDedup
 from nestpipe.store import Store, Writer, match_tables
-from nestpipe.store.native.slot_ops import Admission, SlotIndex, SlotRecords
+from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords
 
 
 class RowPool:
@@ -186,10 +186,10 @@ class GroupPool:
         self.num_slots = 0
         self.most_slots = 0
         """Slots that the group may take when rows would have to leave otherwise."""
+        self.memory = memory
         self._group = group
         self._store = store
         self._writes = writes
-        self._memory = memory
 
     def num_needed(self, previous: OwnerDedup | None, current: OwnerDedup) -> int:
         """Returns the slots that two consecutive batches need, or more if the pool has those."""
@@ -220,25 +220,21 @@ class GroupPool:
 
     def retrieve(self, dedup: OwnerDedup, batch: ResidentBatch, first_in_flight: int) -> None:
         """Makes the rows of a batch resident, and adds them to it."""
-        batches = batch.number, first_in_flight
-        admission = self.index.admit(dedup.table_offsets, dedup.keys, *batches, self._memory.empty_list)
-        swap = _Swap(self, admission)
-        try:
-            self._memory.swap_records(
-                self.records.rows, admission.leaving.slots, swap.write_back, swap.slots, swap.retrieve
-            )
-            # Only now: a key in the index must have its record in its slot.
-            self.index.fill(swap.offsets, swap.keys, swap.slots, swap.is_stored, batch.number)
-        except BaseException:
-            self.index.release(swap.slots[: swap.num_held])
-            raise
-        slots = self._memory.upload_list(admission.slots)
+        swap = _Swap(self, dedup, batch.number, first_in_flight)
+        if swap.num_arriving > 0:
+            try:
+                self.memory.swap_records(self.records.rows, swap)
+            except BaseException:
+                swap.release()
+                raise
+        host_slots = swap.use.slots
+        slots = self.memory.upload_list(host_slots)
         embedding_memory.add(slots)
-        rows = ResidentRows(dedup.group, dedup.keys, dedup.table_offsets, self.records.rows, slots, admission.slots)
+        rows = ResidentRows(dedup.group, dedup.keys, dedup.table_offsets, self.records.rows, slots, host_slots)
         batch.groups.append(rows)
-        batch.num_retrieved_keys += len(swap.slots)
-        batch.num_retrieved_bytes += len(swap.slots) * dedup.group.record_bytes
-        batch.num_written_bytes += len(admission.leaving.slots) * dedup.group.record_bytes
+        batch.num_retrieved_keys += swap.num_arriving
+        batch.num_retrieved_bytes += swap.num_arriving * dedup.group.record_bytes
+        batch.num_written_bytes += swap.num_leaving * dedup.group.record_bytes
 
     def write_back(self, records: SlotRecords, stretch: slice, array: Tensor, places: Tensor | None) -> None:
         self._writes.scatter(self._group, records, stretch, array, places)
@@ -255,27 +251,54 @@ class GroupPool:
             self.index.clean(dirty.slots[stretch])
 
         if len(dirty.slots) > 0:
-            self._memory.drain_records(self.records.rows, dirty.slots, scatter)
+            self.memory.drain_records(self.records.rows, dirty.slots, scatter)
 
 
 class _Swap:
-    """Missing keys of a batch that take the place of others."""
+    """See Swap. Missing keys of a batch that take the place of others."""
 
-    def __init__(self, pool: GroupPool, admission: Admission) -> None:
-        missing = admission.missing
-        self.slots, self.keys, self.offsets = missing.slots, missing.keys, missing.offsets
-        self.is_stored = torch.empty(len(self.keys), dtype=torch.bool)
-        self.num_held = len(self.keys) - len(admission.leaving.slots)
-        """Slots that may be overwritten: their records, if they had any, are in the host store."""
+    def __init__(self, pool: GroupPool, dedup: OwnerDedup, batch: int, first_in_flight: int) -> None:
+        self.use = pool.index.use(dedup.table_offsets, dedup.keys, batch, pool.memory.empty_list)
+        self.num_arriving = len(self.use.missing_keys)
+        self.num_leaving = 0
         self._pool = pool
-        self._leaving = admission.leaving
+        self._first_in_flight = first_in_flight
+        self._is_stored = torch.empty(self.num_arriving, dtype=torch.bool)
+        self._assignment: Assignment | None = None
+        self._num_held = 0
+        """Slots that may be overwritten: their records, if they had any, are in the host store."""
+        self._num_filled = 0
 
-    def write_back(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
-        self._pool.write_back(self._leaving, stretch, array, places)
+    def gather(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        offsets, keys = self._keys(stretch)
+        self._pool.gather(offsets, keys, array, places, self._is_stored[stretch])
+
+    def assign(self) -> tuple[Tensor, Tensor]:
+        self._assignment = self._pool.index.assign(self.use, self._first_in_flight, self._pool.memory.empty_list)
+        leaving = self._assignment.leaving.slots
+        self.num_leaving = len(leaving)
+        self._num_held = self.num_arriving - len(leaving)
+        return leaving, self._assignment.slots
+
+    def scatter(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
+        assert self._assignment is not None
+        leaving = self._assignment.leaving
+        self._pool.write_back(leaving, stretch, array, places)
         # Only now: the newest record of a key must be in its slot or in the store.
-        self._pool.index.evict(self._leaving.slots[stretch])
-        self.num_held += stretch.stop - stretch.start
+        self._pool.index.evict(leaving.slots[stretch])
+        self._num_held += stretch.stop - stretch.start
 
-    def retrieve(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
-        offsets, keys = offsets_within(self.offsets, stretch), self.keys[stretch]
-        self._pool.gather(offsets, keys, array, places, self.is_stored[stretch])
+    def fill(self, stretch: slice) -> None:
+        """Adds keys to the index. Only now: a key in the index must have its record in its slot."""
+        assert self._assignment is not None
+        slots, is_stored = self._assignment.slots[stretch], self._is_stored[stretch]
+        self._pool.index.fill(*self._keys(stretch), slots, is_stored, self.use.batch)
+        self._num_filled = stretch.stop
+
+    def release(self) -> None:
+        """Frees slots that were not filled."""
+        if self._assignment is not None:
+            self._pool.index.release(self._assignment.slots[self._num_filled : self._num_held])
+
+    def _keys(self, stretch: slice) -> tuple[Tensor, Tensor]:
+        return offsets_within(self.use.missing_offsets, stretch), self.use.missing_keys[stretch]

@@ -1,7 +1,7 @@
 """Rows of one batch at a time, in host memory and as on a device: the store gets back what was trained.
 
-Fails, for example, if offsets_within counts from the group's first key instead of the stretch's, if HostLink.swap uses
-the memory of a stretch before the device is done with it, or if BatchRows writes frozen rows.
+Fails, for example, if offsets_within counts from the group's first key instead of the stretch's, if _Incoming.gather
+uses the memory of a stretch before the device is done with it, or if BatchRows writes frozen rows.
 """
 
 from collections.abc import Iterator

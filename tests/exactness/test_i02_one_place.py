@@ -1,6 +1,6 @@
 """I2, R1: a key that two consecutive batches share has one slot, so that its newest record is in exactly one place.
 
-Fails if SlotIndex.find misses a resident key (`return torch.full_like(keys, -1)` for `admit`'s lookup), or if
+Fails if SlotIndex.find misses a resident key (`return torch.full_like(keys, -1)` for `use`'s lookup), or if
 RowPool.settle marks nothing dirty (`None` for the step): then flush leaves old records in the store.
 """
 

@@ -83,17 +83,17 @@ def test_rows_have_all_earlier_updates(schedule: str, size: int, stream: str) ->
     assert are_right(stream, size, schedule=schedule)
 
 
-def without_r2(admit):
-    """Admits a batch as if no other were in flight."""
-    return lambda self, offsets, keys, batch, _, allocate: admit(self, offsets, keys, batch, batch, allocate)
+def without_r2(assign):
+    """Assigns slots to a batch as if no other were in flight."""
+    return lambda self, use, _, allocate: assign(self, use, use.batch, allocate)
 
 
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 def test_victims_of_the_batch_in_training_fail(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: slots of batches in flight are never victims. Without that rule one batch's slots seem to be enough. (Claims
     alone would protect new keys.)"""
-    admit, growth = SlotIndex.admit, RowPool.growth
-    monkeypatch.setattr(SlotIndex, "admit", without_r2(admit))
+    assign, growth = SlotIndex.assign, RowPool.growth
+    monkeypatch.setattr(SlotIndex, "assign", without_r2(assign))
     monkeypatch.setattr(SlotIndex, "claim", lambda self, slots: torch.zeros(1, dtype=torch.int64))
     monkeypatch.setattr(RowPool, "growth", lambda self, previous, current: growth(self, None, current))
     assert not are_right("random", 1, schedule=schedule)

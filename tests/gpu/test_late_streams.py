@@ -2,7 +2,7 @@
 
 The kernels of a small test end before another thread reacts, so here every operation of a lane first makes its stream
 sleep. Fails if Executor._run does not wait for the marks of its dependencies, if Executor.drain drops marks, if
-Executor.wait skips a mark because its thread is done, or if HostLink copies records out without waiting for the stream
+Executor.wait skips a mark because its thread is done, or if _Outgoing copies records without waiting for the stream
 of the host lane (`begun`). Memory that is reused too early is not provoked.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from nestpipe import World
 from nestpipe.distributed import Channel
-from nestpipe.embedding.host_link import HostLink
+from nestpipe.embedding.host_link import _Incoming, _Outgoing
 from nestpipe.pipelining import pipeline
 from nestpipe.pipelining.executor import Action, Executor
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
@@ -80,24 +80,25 @@ def test_late_streams(device: str, size: int, schedule: str, flushes: bool) -> N
 
 def pool_digests(world: World, schedule: str) -> list[tuple[str, str]]:
     """Returns the digests of serial and of the schedule with late streams, with as few slots as possible."""
-    copy_out, copy_in, draws = HostLink._copy_out, HostLink._copy_in, random.Random(3)
+    copy_out, copy_in, draws = _Outgoing._copy_stretch, _Incoming.copy, random.Random(3)
 
-    def late(copy):
-        def act(self: HostLink, *arguments):
+    def late_out(self: _Outgoing, *arguments):
+        sleep(draws)
+        with self._streams.on_lane("out"):
             sleep(draws)
-            with self._streams.on_lane("out"):
-                sleep(draws)
-            return copy(self, *arguments)
+        return copy_out(self, *arguments)
 
-        return act
+    def late_in(self: _Incoming, *arguments):
+        sleep(draws)
+        return copy_in(self, *arguments)
 
     results = []
     for stream in POOL_STREAMS:
         expected = digest_of(world, stream, replace(CASE, schedule="serial"), None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "Executor", LateExecutor)
-            patch.setattr(HostLink, "_copy_out", late(copy_out))
-            patch.setattr(HostLink, "_copy_in", late(copy_in))
+            patch.setattr(_Outgoing, "_copy_stretch", late_out)
+            patch.setattr(_Incoming, "copy", late_in)
             results.append((expected, digest_of(world, stream, replace(CASE, schedule=schedule), "minimum")))
     return results
 

@@ -109,7 +109,7 @@ class NativeSlotRecords(ctypes.Structure):
 
 
 class NativeMissingKeys(ctypes.Structure):
-    _fields_ = (("indices", c_void_p), ("slots", c_void_p), ("keys", c_void_p), ("offsets", c_void_p))
+    _fields_ = (("indices", c_void_p), ("keys", c_void_p), ("offsets", c_void_p))
 
 
 _TABLE = (c_void_p, c_int32)
@@ -158,14 +158,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "slots_counts": (c_void_p, POINTER(NativeSlotCounts)),
     "slots_grow": (c_void_p, c_int64),
     "slots_find": (*_SLOT_KEYS, c_void_p),
-    "slots_admit": (
-        *_SLOT_KEYS,
-        c_int64,
-        c_int64,
-        c_void_p,
-        POINTER(NativeMissingKeys),
-        POINTER(NativeSlotRecords),
-    ),
+    "slots_use": (*_SLOT_KEYS, c_int64, c_void_p, POINTER(NativeMissingKeys)),
+    "slots_assign": (c_void_p, c_int64, c_int64, *_KEYS, c_void_p, *_KEYS, POINTER(NativeSlotRecords)),
     "slots_evict": _SLOT_LIST,
     "slots_fill": (*_SLOT_KEYS, c_void_p, c_void_p, c_int64),
     "slots_release": _SLOT_LIST,

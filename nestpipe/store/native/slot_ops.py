@@ -39,31 +39,32 @@ class SlotRecords:
 
 
 @dataclass(frozen=True)
-class MissingKeys:
-    """Keys of a batch that were not resident, table after table, and the slots that they were given."""
+class Use:
+    """The keys of a batch: those that are resident, and those that are not."""
 
-    indices: Tensor
-    """Where the keys are in the list of the batch's keys, ascending."""
+    batch: int
     slots: Tensor
-    keys: Tensor
-    offsets: Tensor
-    """[tables + 1]: table t has entries offsets[t] .. offsets[t + 1] - 1."""
+    """Slot of each key. `assign` writes those of missing keys."""
+    missing: Tensor
+    """Indices of missing keys, ascending."""
+    missing_keys: Tensor
+    missing_offsets: Tensor
+    """[tables + 1]: table t has missing keys missing_offsets[t] .. missing_offsets[t + 1] - 1."""
 
 
 @dataclass(frozen=True)
-class Admission:
-    """The slots of a batch."""
+class Assignment:
+    """Slots for the missing keys of a batch."""
 
     slots: Tensor
-    """Slot of each key. Those of missing keys are not filled yet."""
-    missing: MissingKeys
+    """Slot of each missing key."""
     leaving: SlotRecords
     """Dirty victims. The last len(leaving.slots) of the missing keys have their slots, in the same order, once they are
     evicted. The slots of all other missing keys may be overwritten at once."""
 
 
 Allocate = Callable[[int], Tensor]
-"""(number) -> uninitialised int64 tensor in host memory."""
+"""(number) -> uninitialised int64 tensor in host memory, contiguous."""
 
 
 def _allocate(number: int) -> Tensor:
@@ -73,7 +74,7 @@ def _allocate(number: int) -> Tensor:
 class SlotIndex:
     """Maps keys to the slots of a row pool. Safe to call from several threads; calls run one at a time.
 
-    A slot is free, taken (it belongs to an admission, which has not filled it yet) or resident (it holds a key). A key
+    A slot is free, taken (it belongs to a batch, which has not filled it yet) or resident (it holds a key). A key
     exists if the store has a record of it or if its slot is dirty. Batches are numbered from 1 upwards.
 
     salts: one for each table, as `table_salts` returns them. num_threads: threads that a call may use. Results do not
@@ -120,37 +121,51 @@ class SlotIndex:
         call("slots_find", *arguments, pointer(slots))
         return slots
 
-    def admit(
-        self, offsets: Tensor, keys: Tensor, batch: int, first_in_flight: int, allocate: Allocate = _allocate
-    ) -> Admission:
-        """Finds the slots of resident keys, and gives slots to the others: free ones, then those of clean victims, then
-        those of dirty ones, table after table, each ascending.
+    def use(self, offsets: Tensor, keys: Tensor, batch: int, allocate: Allocate = _allocate) -> Use:
+        """Finds the slots of resident keys, which the batch uses from now on, and lists the other keys.
+
+        allocate: makes the tensors, for example in pinned memory.
+        """
+        arguments = self._keys(offsets, keys)
+        _check_number("batch", batch)
+        slots, missing, missing_keys = (allocate(len(keys)) for _ in range(3))
+        missing_offsets = torch.empty_like(offsets)
+        native = NativeMissingKeys(pointer(missing), pointer(missing_keys), pointer(missing_offsets))
+        call("slots_use", *arguments, batch, pointer(slots), byref(native))
+        number = int(missing_offsets[-1])
+        return Use(batch, slots, missing[:number], missing_keys[:number], missing_offsets)
+
+    def assign(self, use: Use, first_in_flight: int, allocate: Allocate = _allocate) -> Assignment:
+        """Gives slots to the missing keys of the last batch that `use` was called for: free ones, then those of clean
+        victims, then those of dirty ones, table after table, each ascending.
 
         Victims are the least recently used slots whose last use was a batch before `first_in_flight`, and that no batch
         has claimed. Clean ones are no longer resident. Dirty ones are until `evict`; if that is not called, they stay
-        and may be chosen again. Raises ValueError if there are too few slots; resident keys of the batch may count as
-        used then.
-
-        allocate: makes the tensors of slots, for example in pinned memory.
+        and may be chosen again. Raises ValueError if there are too few slots.
         """
-        arguments = self._keys(offsets, keys)
-        slots = allocate(len(keys))
-        missing = MissingKeys(_allocate(len(keys)), allocate(len(keys)), _allocate(len(keys)), torch.empty_like(offsets))
-        leaving, room = self._room(len(keys), allocate)
-        _check_number("batch", batch)
         _check_number("first_in_flight", first_in_flight)
-        native = NativeMissingKeys(*(pointer(t) for t in (missing.indices, missing.slots, missing.keys, missing.offsets)))
-        call("slots_admit", *arguments, batch, first_in_flight, pointer(slots), byref(native), byref(room))
-        written = slice(int(missing.offsets[-1]))
-        lists = missing.indices[written], missing.slots[written], missing.keys[written]
-        return Admission(slots, MissingKeys(*lists, missing.offsets), _cut(leaving))
+        slots = allocate(len(use.missing))
+        leaving, room = self._room(len(use.missing), allocate)
+        missing = pointer(use.missing), len(use.missing), pointer(slots)
+        call(
+            "slots_assign",
+            self._slots,
+            use.batch,
+            first_in_flight,
+            *missing,
+            pointer(use.slots),
+            len(use.slots),
+            byref(room),
+        )
+        return Assignment(slots, _cut(leaving))
 
     def evict(self, slots: Tensor) -> None:
-        """Ends the stay of dirty victims, whose records are in the store now. Their slots belong to the admission."""
+        """Ends the stay of dirty victims, whose records are in the store now. Their slots belong to the batch that they
+        were assigned to."""
         call("slots_evict", *self._list(slots))
 
     def fill(self, offsets: Tensor, keys: Tensor, slots: Tensor, is_stored: Tensor, batch: int) -> None:
-        """Makes missing keys resident in slots of an admission, which hold their records now.
+        """Makes missing keys resident in slots that were assigned to them, and that hold their records now.
 
         is_stored: bool, False if the record is the initial one. batch: it has used the slots.
         """
@@ -161,7 +176,7 @@ class SlotIndex:
         call("slots_fill", *arguments, pointer(slots), pointer(is_stored), batch)
 
     def release(self, slots: Tensor) -> None:
-        """Frees slots of an admission that were not filled."""
+        """Frees slots that were assigned and not filled."""
         call("slots_release", *self._list(slots))
 
     def claim(self, slots: Tensor) -> Tensor:
@@ -213,7 +228,7 @@ class SlotIndex:
 
     def _room(self, capacity: int, allocate: Allocate = _allocate) -> tuple[SlotRecords, NativeSlotRecords]:
         """Returns room for slots, as tensors and as the native library takes it."""
-        slots, keys, steps = allocate(capacity), _allocate(capacity), _allocate(capacity)
+        slots, keys, steps = (allocate(capacity) for _ in range(3))
         offsets = torch.empty(self._num_tables + 1, dtype=torch.int64)
         native = NativeSlotRecords(pointer(slots), pointer(keys), pointer(steps), pointer(offsets), capacity)
         return SlotRecords(slots, keys, steps, offsets), native

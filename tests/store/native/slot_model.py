@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestpipe.store.native.slot_ops import Admission, MissingKeys, SlotRecords
+from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords, Use
 
 Key = tuple[int, int]
 """Table and key."""
@@ -35,6 +35,23 @@ def by_table(pairs: list[Key], num_tables: int) -> Keys:
 
 def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What `use` and `assign` return."""
+
+    use: Use
+    assignment: Assignment
+
+    @property
+    def slots(self) -> Tensor:
+        return self.use.slots
+
+
+def admit(index: SlotIndex, keys: Keys, batch: int, first_in_flight: int) -> Admission:
+    use = index.use(*keys, batch)
+    return Admission(use, index.assign(use, first_in_flight))
 
 
 @dataclass
@@ -110,8 +127,8 @@ class SlotModel:
         for i, slot in zip(missing, free + clean + leaving, strict=True):
             slots[i] = slot
         lacking = keys.some(missing)
-        lists = integers(missing), integers(free + clean + leaving), lacking.keys, lacking.offsets
-        return Admission(integers(slots), MissingKeys(*lists), self._records(leaving))
+        use = Use(batch, integers(slots), integers(missing), lacking.keys, lacking.offsets)
+        return Admission(use, Assignment(integers(free + clean + leaving), self._records(leaving)))
 
     def _victims(self, first_in_flight: int) -> list[int]:
         residents = self.residents().items()

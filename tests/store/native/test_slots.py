@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nestpipe.store.native.plan_ops import table_salts
-from nestpipe.store.native.slot_ops import Admission, SlotIndex
-from tests.store.native.slot_model import Keys, SlotModel, by_table, integers
+from nestpipe.store.native.slot_ops import SlotIndex
+from tests.store.native.slot_model import Admission, Keys, SlotModel, admit, by_table, integers
 
 NUM_KEYS = 30
 """Keys of each table that batches draw from."""
@@ -31,6 +31,8 @@ def new_index(num_slots: int, num_tables: int = 1, num_threads: int = 1) -> Slot
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
+    if isinstance(a, int):
+        return bool(a == b)
     return all(same(getattr(a, part.name), getattr(b, part.name)) for part in fields(a))
 
 
@@ -72,9 +74,9 @@ class Walk:
             expected = self.model.admit(keys, self.batch, first_in_flight)
         except ValueError as error:
             with pytest.raises(ValueError, match=str(error)):
-                self.index.admit(*keys, self.batch, first_in_flight)
+                admit(self.index, keys, self.batch, first_in_flight)
             return None
-        admission = self.index.admit(*keys, self.batch, first_in_flight)
+        admission = admit(self.index, keys, self.batch, first_in_flight)
         assert same(admission, expected)
         return admission
 
@@ -94,8 +96,8 @@ class Walk:
         if admission is None:
             self.num_refused += 1
             return None
-        missing, slots = admission.missing.indices.tolist(), admission.slots.tolist()
-        leaving, of_missing = admission.leaving.slots.tolist(), admission.missing.slots.tolist()
+        missing, slots = admission.use.missing.tolist(), admission.slots.tolist()
+        leaving, of_missing = admission.assignment.leaving.slots.tolist(), admission.assignment.slots.tolist()
         is_whole = self.draws.random() < 0.7
         num_evicted = len(leaving) if is_whole else self.draws.randint(0, len(leaving))
         self.evict(leaving[:num_evicted])
@@ -171,30 +173,30 @@ def test_results_do_not_depend_on_threads() -> None:
         keys, offsets = keys[: 40_000 - 4000 * (batch % 2)], offsets - torch.tensor([0, 0, 4000 * (batch % 2)])
         admissions = []
         for index in indices:
-            admission = index.admit(offsets, keys, batch, batch)
-            index.evict(admission.leaving.slots)
-            missing = admission.missing
-            index.fill(missing.offsets, missing.keys, missing.slots, torch.ones(len(missing.keys)) > 0, batch)
+            admission = admit(index, Keys(offsets, keys), batch, batch)
+            use, slots = admission.use, admission.assignment.slots
+            index.evict(admission.assignment.leaving.slots)
+            index.fill(use.missing_offsets, use.missing_keys, slots, torch.ones(len(slots)) > 0, batch)
             assert torch.equal(index.find(offsets, keys), admission.slots)
             index.settle(admission.slots[::2].contiguous(), batch)
             admissions.append(admission)
         assert same(*admissions)
         assert same(*(index.dirty() for index in indices))
-    assert len(admissions[0].leaving.slots) > 5000
+    assert len(admissions[0].assignment.leaving.slots) > 5000
 
 
 def test_memory_of_uses_is_bounded() -> None:
     """Batches that find their keys evict nothing. Fails if UseOrder::reserve never compacts."""
     index, keys = new_index(8), torch.arange(5)
     offsets = torch.tensor([0, 5])
-    index.fill(offsets, keys, index.admit(offsets, keys, 1, 1).slots, keys > 0, 1)
+    index.fill(offsets, keys, admit(index, Keys(offsets, keys), 1, 1).slots, keys > 0, 1)
     memory_bytes = []
     for batch in range(2, 6002):
-        index.admit(offsets, keys, batch, batch)
+        index.use(offsets, keys, batch)
         if batch % 2000 == 1:
             memory_bytes.append(index.memory_bytes())
     assert memory_bytes[0] == memory_bytes[1] == memory_bytes[2] < 200_000
-    assert index.admit(offsets, keys + 100, batch + 1, batch + 1).slots.tolist() == [5, 6, 7, 0, 1]
+    assert admit(index, Keys(offsets, keys + 100), batch + 1, batch + 1).slots.tolist() == [5, 6, 7, 0, 1]
 
 
 KEYS, OFFSETS, SLOTS = torch.arange(3), torch.tensor([0, 3]), torch.arange(3)
@@ -210,10 +212,14 @@ STORED = SLOTS >= 0
         (lambda s: s.find(OFFSETS[:1], KEYS), ValueError, "offsets must have shape [2], got [1]"),
         (lambda s: s.find(OFFSETS, KEYS.int()), TypeError, "keys must be torch.int64"),
         (lambda s: s.find(OFFSETS, KEYS[:2]), ValueError, "do not rise from 0 to the number of keys, 2"),
-        (lambda s: s.admit(OFFSETS, KEYS, 0, 0), ValueError, "batch is 0, must be at least 1"),
-        (lambda s: s.admit(OFFSETS, KEYS, True, 0), TypeError, "batch must be an integer"),
-        (lambda s: s.admit(OFFSETS, KEYS, 2, 3), ValueError, "first_in_flight is 3, must be 0 .. batch = 2"),
-        (lambda s: s.admit(OFFSETS * 2, torch.arange(6), 1, 1), ValueError, "need 3 slots, but only 2 are free or may"),
+        (lambda s: s.use(OFFSETS, KEYS, 0), ValueError, "batch is 0, must be at least 1"),
+        (lambda s: s.use(OFFSETS, KEYS, True), TypeError, "batch must be an integer"),
+        (lambda s: admit(s, Keys(OFFSETS, KEYS), 2, 3), ValueError, "first_in_flight is 3, must be 0 .. batch = 2"),
+        (
+            lambda s: admit(s, Keys(OFFSETS * 2, torch.arange(6)), 1, 1),
+            ValueError,
+            "need 3 slots, but only 2 are free or may",
+        ),
         (lambda s: s.fill(OFFSETS, KEYS, SLOTS[:2], STORED, 2), ValueError, "slots must have shape [3], got [2]"),
         (lambda s: s.fill(OFFSETS, KEYS, SLOTS, KEYS, 2), TypeError, "is_stored must be torch.bool"),
         (lambda s: s.fill(OFFSETS, KEYS + 9, SLOTS, STORED, 2), ValueError, "is 0, a slot that holds a key"),
@@ -232,11 +238,11 @@ STORED = SLOTS >= 0
 )
 def test_refused(call: Any, error: type[Exception], text: str) -> None:
     index = new_index(5)
-    index.fill(OFFSETS, KEYS, index.admit(OFFSETS, KEYS, 1, 1).slots, STORED, 1)
+    index.fill(OFFSETS, KEYS, admit(index, Keys(OFFSETS, KEYS), 1, 1).slots, STORED, 1)
     with pytest.raises(error) as raised:
         call(index)
     assert text in str(raised.value)
     assert (index.num_slots, index.num_free, index.num_resident) == (5, 2, 3)
     assert index.find(OFFSETS, KEYS).tolist() == [0, 1, 2]
     assert len(index.dirty().slots) == 0
-    index.release(index.admit(OFFSETS, KEYS + 7, 2, 2).slots)
+    index.release(admit(index, Keys(OFFSETS, KEYS + 7), 3, 3).slots)
