@@ -27,6 +27,7 @@ struct KeysByTable {
 class KeyIndex {
  public:
     static constexpr uint32_t kNoSlot = Index::kNoRow;
+    static constexpr int64_t kBlock = 1024;  // keys looked up before their slots are used
 
     KeyIndex(const uint64_t* salts, int64_t num_tables)
         : salts_(salts, salts + num_tables),
@@ -40,7 +41,8 @@ class KeyIndex {
     uint64_t place(uint32_t table, int64_t key) const { return place_of_hash(hash_key(key, salts_[table])); }
     int64_t key(uint32_t table, uint64_t place) const { return key_of_hash(hash_of_place(place), salts_[table]); }
 
-    // use(first, count, slots): the slots of keys first .. first + count - 1, or kNoSlot. Threads share the keys.
+    // use(first, count, slots): the slots of keys first .. first + count - 1, or kNoSlot, for each block of keys.
+    // Threads share the blocks.
     template <typename Use>
     void find(const KeysByTable& keys, int32_t num_threads, const Use& use) const;
 
@@ -79,7 +81,6 @@ class KeyIndex {
 
  private:
     static constexpr int64_t kShards = 32;        // enough for threads to have about as many each
-    static constexpr int64_t kBlock = 1024;       // keys looked up before their slots are used
     static constexpr int64_t kLookupBytes = 512;  // finding a key takes as long as copying this much
 
     struct Shard {
@@ -135,7 +136,8 @@ void KeyIndex::find(const KeysByTable& keys, int32_t num_threads, const Use& use
             use(first, last - first, slots);
         }
     };
-    parallel_for(keys.num_keys, grain_for(keys.num_keys, kLookupBytes, num_threads), num_threads, std::cref(find_some));
+    const int64_t num_blocks = (grain_for(keys.num_keys, kLookupBytes, num_threads) + kBlock - 1) / kBlock;
+    parallel_for(keys.num_keys, num_blocks * kBlock, num_threads, std::cref(find_some));
 }
 
 template <typename Fetch, typename EntryOf>

@@ -4,22 +4,69 @@
 #include <string>
 
 #include "error.hpp"
+#include "scratch.hpp"
 #include "slot_lists.hpp"
 #include "slots.hpp"
 
 namespace nestpipe {
 
-namespace {
-constexpr int64_t kUsedBefore = int64_t{1} << 32;  // beside the number of a slot: the batch has used it already
-}
-
-int64_t Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing) {
+// Threads share the keys, block by block. Each block lists its missing keys and its uses where the block begins; then
+// the gaps between blocks are closed.
+void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing) {
     Lock lock(mutex_);
     check_batch(batch);
-    order_.reserve(std::min(keys.num_keys, num_resident_) + 1, slots_, num_threads_);
-    use_resident(keys, batch, slots);
+    order_.reserve(std::min(keys.num_keys, num_resident_), slots_, num_threads_);
+    std::vector<Block> blocks(static_cast<size_t>((keys.num_keys + KeyIndex::kBlock - 1) / KeyIndex::kBlock));
+    thread_local Region region;
+    auto* const used = scratch<uint32_t>(region, keys.num_keys);
+    // From here on nothing throws.
+    index_.find(keys, num_threads_, [&](int64_t first, int64_t count, const uint32_t* found) {
+        Block block{};
+        in_two_steps(
+            0, count,
+            [&](int64_t i) {
+                if (found[i] != KeyIndex::kNoSlot) slots_.prefetch_to_write(found[i]);
+            },
+            [&](int64_t i) {
+                if (found[i] == KeyIndex::kNoSlot) {
+                    missing.indices[first + block.num_missing] = first + i;
+                    missing.keys[first + block.num_missing++] = keys.keys[first + i];
+                } else {
+                    slots[first + i] = found[i];
+                    used[first + block.num_used] = found[i];
+                    block.num_used += slots_.use(found[i], batch);
+                }
+            });
+        blocks[static_cast<size_t>(first / KeyIndex::kBlock)] = block;
+    });
+    list_missing(keys, blocks, missing);
+    append_uses(batch, blocks, used);
     last_batch_ = batch;
-    return append_uses(keys, batch, slots, missing);
+}
+
+void Slots::list_missing(const KeysByTable& keys, const std::vector<Block>& blocks,
+                         const nestpipe_missing_keys& missing) const {
+    int64_t count = 0;
+    for (size_t b = 0; b < blocks.size(); ++b) {
+        const int64_t first = static_cast<int64_t>(b) * KeyIndex::kBlock, end = first + blocks[b].num_missing;
+        std::copy(missing.indices + first, missing.indices + end, missing.indices + count);
+        std::copy(missing.keys + first, missing.keys + end, missing.keys + count);
+        count += blocks[b].num_missing;
+    }
+    const auto num_before = [&](int64_t key) {
+        return std::lower_bound(missing.indices, missing.indices + count, key) - missing.indices;
+    };
+    std::transform(keys.offsets, keys.offsets + num_tables() + 1, missing.offsets, num_before);
+}
+
+void Slots::append_uses(int64_t batch, const std::vector<Block>& blocks, const uint32_t* used) {
+    const auto sum = [](int64_t total, const Block& block) { return total + block.num_used; };
+    const int64_t num_used = std::accumulate(blocks.begin(), blocks.end(), int64_t{0}, sum);
+    order_.append(batch, num_used, [&](uint32_t* next) {
+        for (size_t b = 0; b < blocks.size(); ++b)
+            next = std::copy_n(used + static_cast<int64_t>(b) * KeyIndex::kBlock, blocks[b].num_used, next);
+        return num_used;
+    });
 }
 
 void Slots::assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, const nestpipe_slot_records& leaving) {
@@ -46,51 +93,6 @@ void Slots::assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, con
     });
     std::copy_n(leaving.slots, num_dirty, missing.slots + missing.count - num_dirty);
     mark_leaving(leaving);
-}
-
-// slots[i] becomes the slot of key i, with kUsedBefore where this is not its first use by the batch, or -1.
-void Slots::use_resident(const KeysByTable& keys, int64_t batch, int64_t* slots) {
-    constexpr auto kOthers = static_cast<uint8_t>(~Slot::kLeaving);
-    index_.find(keys, num_threads_, [&](int64_t first, int64_t count, const uint32_t* found) {
-        const auto fetch = [&](int64_t i) {
-            if (found[i] != KeyIndex::kNoSlot) slots_.prefetch(found[i]);
-        };
-        const auto use = [&](int64_t i) {
-            slots[first + i] = -1;
-            if (found[i] == KeyIndex::kNoSlot) return;
-            Slot& slot = slots_[found[i]];
-            // Atomic, because a key that occurs twice, against the rules, may be at hand in two threads.
-            const int64_t last_use = __atomic_exchange_n(&slot.last_use, batch, __ATOMIC_RELAXED);
-            if ((__atomic_load_n(&slot.state, __ATOMIC_RELAXED) & Slot::kLeaving) != 0)
-                __atomic_fetch_and(&slot.state, kOthers, __ATOMIC_RELAXED);
-            slots[first + i] = found[i] | (last_use == batch ? kUsedBefore : 0);
-        };
-        in_two_steps(0, count, fetch, use);
-    });
-}
-
-// Takes the note from `slots`, and lists the keys that are missing. Returns their number.
-int64_t Slots::append_uses(const KeysByTable& keys, int64_t batch, int64_t* slots,
-                           const nestpipe_missing_keys& missing) {
-    int64_t num_missing = 0;
-    order_.append(batch, std::min(keys.num_keys, num_resident_) + 1, [&](uint32_t* used) {
-        int64_t num_used = 0;
-        for (int64_t i = 0; i < keys.num_keys; ++i) {  // no branch: the processor could not predict it
-            missing.indices[num_missing] = i;
-            num_missing += slots[i] < 0;
-            used[num_used] = static_cast<uint32_t>(slots[i]);
-            num_used += slots[i] >= 0 && (slots[i] & kUsedBefore) == 0;
-            slots[i] &= ~kUsedBefore;
-        }
-        return num_used;
-    });
-    missing.offsets[0] = 0;
-    for (int64_t i = 0, t = 0; t < num_tables(); ++t) {
-        for (; i < num_missing && missing.indices[i] < keys.offsets[t + 1]; ++i)
-            missing.keys[i] = keys.keys[missing.indices[i]];
-        missing.offsets[t + 1] = i;
-    }
-    return num_missing;
 }
 
 // Chooses victims, at most as many as are wanted, and returns their number. Slots that are claimed are left out: a

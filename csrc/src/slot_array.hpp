@@ -46,6 +46,16 @@ class SlotArray {
     void prefetch(uint32_t slot) const { nestpipe::prefetch(arena_.record(slot)); }
     void prefetch_to_write(uint32_t slot) const { nestpipe::prefetch_to_write(arena_.record(slot)); }
 
+    // A batch uses a slot. Returns whether it had not before. Atomic, because a key that occurs twice, against the
+    // rules, may be at hand in two threads.
+    bool use(uint32_t number, int64_t batch) const {
+        constexpr auto kOthers = static_cast<uint8_t>(~Slot::kLeaving);
+        Slot& slot = (*this)[number];
+        if ((__atomic_load_n(&slot.state, __ATOMIC_RELAXED) & Slot::kLeaving) != 0)
+            __atomic_fetch_and(&slot.state, kOthers, __ATOMIC_RELAXED);
+        return __atomic_exchange_n(&slot.last_use, batch, __ATOMIC_RELAXED) != batch;
+    }
+
     // Adds slots that are free. May throw; then nothing has changed.
     void grow(int64_t size) {
         arena_.reserve(static_cast<uint64_t>(size));

@@ -45,7 +45,7 @@ class Slots {
     nestpipe_slot_counts counts() const;
     void grow(int64_t num_slots);
     void find(const KeysByTable& keys, int64_t* slots) const;
-    int64_t use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
+    void use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
     void assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, const nestpipe_slot_records& leaving);
     void evict(SlotList slots);
     void fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stored, int64_t batch);
@@ -68,6 +68,11 @@ class Slots {
     };
     class Changes;
 
+    // What `use` finds of a block of keys.
+    struct Block {
+        int64_t num_missing, num_used;
+    };
+
     bool has(int64_t slot) const { return slot >= 0 && slot < slots_.size(); }
 
     // use(i, slot, changes) for each slot of a list, which threads share. If why_not(slot) has a text, or there is no
@@ -78,8 +83,9 @@ class Slots {
     [[noreturn]] void refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const;
 
     void check_batch(int64_t batch) const;
-    void use_resident(const KeysByTable& keys, int64_t batch, int64_t* slots);
-    int64_t append_uses(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing);
+    void list_missing(const KeysByTable& keys, const std::vector<Block>& blocks,
+                      const nestpipe_missing_keys& missing) const;
+    void append_uses(int64_t batch, const std::vector<Block>& blocks, const uint32_t* used);
     int64_t choose_victims(int64_t num_wanted, int64_t first_in_flight);
     void list_victims(int64_t* clean, const nestpipe_slot_records& leaving);
     void mark_leaving(const nestpipe_slot_records& leaving);

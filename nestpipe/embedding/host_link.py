@@ -34,35 +34,38 @@ class HostLink:
 
     def fill(self, records: Tensor, slots: Tensor | None, gather: HostCall) -> None:
         """See Memory.fill_records."""
-        into = None if slots is None else _uploaded(slots, records.device)
         for k, stretch in enumerate(_stretches(records, len(records if slots is None else slots))):
             gathered = self._incoming.gather(k, stretch, records, gather)
-            self._incoming.copy(k, stretch, gathered, records, into)
+            self._incoming.copy(k, gathered, records, stretch if slots is None else slots[stretch])
 
     def drain(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
         """See Memory.drain_records."""
-        stretches = self._outgoing.begin(records, slots)
-        for k in range(len(stretches)):
-            self._outgoing.scatter(k, scatter)
+        stretches = _stretches(records, len(records if slots is None else slots))
+        for k in range(-1, len(stretches)):
+            if k + 1 < len(stretches):  # travels while the host store works on the one before
+                self._outgoing.copy(k + 1, records, stretches[k + 1] if slots is None else slots[stretches[k + 1]])
+            if k >= 0:
+                self._outgoing.scatter(k, stretches[k], scatter)
 
     def swap(self, records: Tensor, swap: Swap) -> None:
         """See Memory.swap_records. Another thread sees to the slots, while this one gathers and scatters."""
         stretches = _stretches(records, swap.num_arriving)
         submit = self._beside.submit if len(stretches) > 1 else _at_once  # waking a thread takes a tenth of a ms
-        assigned, filled = submit(swap.assign), list[Future[None]]()
+        assigned, filled = [submit(swap.assign, stretch) for stretch in stretches[:1]], list[Future[None]]()
         try:
-            gathered = [self._incoming.gather(k, s, records, swap.gather) for k, s in enumerate(stretches[:2])]
-            leaving, arriving = assigned.result()
-            into, num_out = _uploaded(arriving, records.device), len(self._outgoing.begin(records, leaving))
             for k, stretch in enumerate(stretches):
-                if k >= 2:
-                    gathered.append(self._incoming.gather(k, stretch, records, swap.gather))
-                if k < num_out:
-                    self._outgoing.scatter(k, swap.scatter)
-                self._incoming.copy(k, stretch, gathered[k], records, into)
-                filled.append(submit(swap.fill, stretch))
+                part = assigned[k].result()
+                assigned += [submit(swap.assign, following) for following in stretches[k + 1 : k + 2]]
+                has_leaving = len(part.leaving) > 0
+                if has_leaving:
+                    self._outgoing.copy(k, records, part.leaving)
+                gathered = self._incoming.gather(k, stretch, records, swap.gather)
+                if has_leaving:
+                    self._outgoing.scatter(k, slice(0, len(part.leaving)), part.scatter)
+                self._incoming.copy(k, gathered, records, part.arriving)
+                filled.append(submit(part.fill))
         finally:
-            wait([assigned])  # nothing goes on behind the caller
+            wait(assigned)  # nothing goes on behind the caller
             wait(filled)
         for call in filled:
             call.result()
@@ -103,14 +106,14 @@ class _Incoming:
         gather(gathered, stretch, None)
         return gathered
 
-    def copy(self, k: int, stretch: slice, gathered: Tensor, records: Tensor, slots: Tensor | None) -> None:
-        """Begins to copy stretch k to its slots, None for all."""
-        if slots is None:
-            records[stretch].copy_(gathered, non_blocking=True)
+    def copy(self, k: int, gathered: Tensor, records: Tensor, slots: Tensor | slice) -> None:
+        """Begins to copy stretch k to its slots."""
+        if isinstance(slots, slice):
+            records[slots].copy_(gathered, non_blocking=True)
         else:
             arrived = gathered.to(records.device, non_blocking=True)
             embedding_memory.add(arrived)
-            row_kernels.copy_rows(arrived, None, records, slots[stretch])
+            row_kernels.copy_rows(arrived, None, records, _uploaded(slots, records.device))
         self._memory[k % 2].done = mark(records.device)
 
 
@@ -119,42 +122,32 @@ class _Outgoing:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = _Stretch(device), _Stretch(device)
+        self._copied = [torch.empty(0), torch.empty(0)]
         self._streams = Streams(device)
-        self._copy: Callable[[int], Tensor]
-        self._stretches: list[slice] = []
-        self._copied: list[Tensor] = []
 
-    def begin(self, records: Tensor, slots: Tensor | None) -> list[slice]:
-        """Begins to copy slots, None for all. Returns the stretches to scatter."""
-        out = None if slots is None else _uploaded(slots, records.device)
+    def copy(self, k: int, records: Tensor, slots: Tensor | slice) -> None:
+        """Begins to copy stretch k from its slots."""
+        places = slots if isinstance(slots, slice) else _uploaded(slots, records.device)
         begun = mark(records.device)  # records may still be written by work that this stream waits for
-        self._stretches = _stretches(records, len(records if slots is None else slots))
-        self._copy = lambda k: self._copy_stretch(k, records, out, begun)
-        self._copied = [self._copy(0)] if self._stretches else []
-        return self._stretches
-
-    def scatter(self, k: int, scatter: HostCall) -> None:
-        """Writes stretch k to the host store, while the next one travels."""
-        if k + 1 < len(self._stretches):
-            self._copied.append(self._copy(k + 1))
-        self._memory[k % 2].wait()
-        scatter(self._copied[k], self._stretches[k], None)
-
-    def _copy_stretch(self, k: int, records: Tensor, slots: Tensor | None, begun: Mark) -> Tensor:
-        stretch, memory = self._stretches[k], self._memory[k % 2]
-        copied = memory.records(stretch.stop - stretch.start, records)
+        num_records = places.stop - places.start if isinstance(places, slice) else len(places)
+        copied = self._memory[k % 2].records(num_records, records)
         with self._streams.on_lane("out"):
             wait_for(begun)
-            if slots is None:
-                source = records[stretch]
+            if isinstance(places, slice):
+                source = records[places]
             else:
-                use_here(slots)
+                use_here(places)
                 source = torch.empty_like(copied, device=records.device)
                 embedding_memory.add(source)
-                row_kernels.copy_rows(records, slots[stretch], source, None)
+                row_kernels.copy_rows(records, places, source, None)
             copied.copy_(source, non_blocking=True)
-            memory.done = mark(records.device)
-        return copied
+            self._memory[k % 2].done = mark(records.device)
+        self._copied[k % 2] = copied
+
+    def scatter(self, k: int, stretch: slice, scatter: HostCall) -> None:
+        """Writes stretch k to the host store."""
+        self._memory[k % 2].wait()
+        scatter(self._copied[k % 2], stretch, None)
 
 
 def _stretches(records: Tensor, number: int) -> list[slice]:

@@ -53,12 +53,11 @@ class HostMemory:
         scatter(records, slice(0, len(records if slots is None else slots)), slots)
 
     def swap_records(self, records: Tensor, swap: Swap) -> None:
-        leaving, arriving = swap.assign()
-        if len(leaving) > 0:
-            self.drain_records(records, leaving, swap.scatter)
-        if len(arriving) > 0:
-            self.fill_records(records, arriving, swap.gather)
-            swap.fill(slice(0, len(arriving)))
+        stretch = swap.assign(slice(0, swap.num_arriving))
+        if len(stretch.leaving) > 0:
+            self.drain_records(records, stretch.leaving, stretch.scatter)
+        self.fill_records(records, stretch.arriving, swap.gather)
+        stretch.fill()
 
     def copy_rows(self, source: Tensor, from_places: Tensor | None, target: Tensor, to_places: Tensor | None) -> None:
         row_ops.copy_rows(source, from_places, target, to_places, torch.get_num_threads())

@@ -25,11 +25,7 @@ array, None for all its rows in order."""
 
 
 class Swap(Protocol):
-    """Records that arrive in slots, some of which hold others that have to leave for the host store first.
-
-    A memory may call `assign` while it gathers, and `fill` while it gathers and scatters other records. It calls the
-    two one at a time.
-    """
+    """Records that arrive in slots. A memory swaps them for others a stretch at a time."""
 
     @property
     def num_arriving(self) -> int: ...
@@ -37,15 +33,27 @@ class Swap(Protocol):
     def gather(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
         """A HostCall: reads arriving records from the host store."""
 
-    def assign(self) -> tuple[Tensor, Tensor]:
-        """Returns the slots that records leave, and those that they arrive in. The last of the latter are the former,
-        in the same order: such a slot is filled after its record was scattered."""
+    def assign(self, stretch: slice) -> "SwapStretch":
+        """Gives slots to records that arrive, stretch after stretch. Another thread may do so, and call `fill`, while
+        records of other stretches are gathered and scattered."""
+
+
+class SwapStretch(Protocol):
+    """Records that arrive in slots, some of which hold others that have to leave for the host store first."""
+
+    @property
+    def arriving(self) -> Tensor:
+        """Returns the slots of the records that arrive."""
+
+    @property
+    def leaving(self) -> Tensor:
+        """Returns the last of them: their records are scattered before others arrive there."""
 
     def scatter(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
         """A HostCall: writes leaving records to the host store."""
 
-    def fill(self, stretch: slice) -> None:
-        """Takes note that records have arrived, or will have when the work of the stream is done."""
+    def fill(self) -> None:
+        """Takes note that the records have arrived, or will have when the work of the stream is done."""
 
 
 class Memory(Protocol):

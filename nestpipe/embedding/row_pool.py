@@ -26,7 +26,7 @@ from nestpipe.embedding.resident import (
 )
 from nestpipe.embedding.route import OwnerDedup
 from nestpipe.store import Store, Writer, match_tables
-from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords
+from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords, Use
 
 
 class RowPool:
@@ -225,7 +225,8 @@ class GroupPool:
             try:
                 self.memory.swap_records(self.records.rows, swap)
             except BaseException:
-                swap.release()
+                for stretch in swap.stretches:
+                    stretch.release()
                 raise
         host_slots = swap.use.slots
         slots = self.memory.upload_list(host_slots)
@@ -260,45 +261,55 @@ class _Swap:
     def __init__(self, pool: GroupPool, dedup: OwnerDedup, batch: int, first_in_flight: int) -> None:
         self.use = pool.index.use(dedup.table_offsets, dedup.keys, batch, pool.memory.empty_list)
         self.num_arriving = len(self.use.missing_keys)
-        self.num_leaving = 0
+        self.stretches: list[_SwapStretch] = []
         self._pool = pool
         self._first_in_flight = first_in_flight
         self._is_stored = torch.empty(self.num_arriving, dtype=torch.bool)
-        self._assignment: Assignment | None = None
-        self._num_held = 0
-        """Slots that may be overwritten: their records, if they had any, are in the host store."""
-        self._num_filled = 0
+
+    @property
+    def num_leaving(self) -> int:
+        return sum(len(stretch.leaving) for stretch in self.stretches)
 
     def gather(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
-        offsets, keys = self._keys(stretch)
+        offsets, keys = offsets_within(self.use.missing_offsets, stretch), self.use.missing_keys[stretch]
         self._pool.gather(offsets, keys, array, places, self._is_stored[stretch])
 
-    def assign(self) -> tuple[Tensor, Tensor]:
-        self._assignment = self._pool.index.assign(self.use, self._first_in_flight, self._pool.memory.empty_list)
-        leaving = self._assignment.leaving.slots
-        self.num_leaving = len(leaving)
-        self._num_held = self.num_arriving - len(leaving)
-        return leaving, self._assignment.slots
+    def assign(self, stretch: slice) -> "_SwapStretch":
+        lists = self.use, stretch, self._first_in_flight
+        assignment = self._pool.index.assign(*lists, self._pool.memory.empty_list)
+        self.stretches.append(_SwapStretch(self._pool, self.use, stretch, self._is_stored[stretch], assignment))
+        return self.stretches[-1]
+
+
+class _SwapStretch:
+    """See SwapStretch."""
+
+    def __init__(self, pool: GroupPool, use: Use, stretch: slice, is_stored: Tensor, assignment: Assignment) -> None:
+        self.arriving = assignment.slots
+        self.leaving = assignment.leaving.slots
+        self._pool = pool
+        self._use = use
+        self._stretch = stretch
+        self._is_stored = is_stored
+        self._leaving = assignment.leaving
+        self._num_held = len(self.arriving) - len(self.leaving)
+        """Slots that may be overwritten: their records, if they had any, are in the host store."""
+        self._is_filled = False
 
     def scatter(self, array: Tensor, stretch: slice, places: Tensor | None) -> None:
-        assert self._assignment is not None
-        leaving = self._assignment.leaving
-        self._pool.write_back(leaving, stretch, array, places)
+        self._pool.write_back(self._leaving, stretch, array, places)
         # Only now: the newest record of a key must be in its slot or in the store.
-        self._pool.index.evict(leaving.slots[stretch])
+        self._pool.index.evict(self.leaving[stretch])
         self._num_held += stretch.stop - stretch.start
 
-    def fill(self, stretch: slice) -> None:
-        """Adds keys to the index. Only now: a key in the index must have its record in its slot."""
-        assert self._assignment is not None
-        slots, is_stored = self._assignment.slots[stretch], self._is_stored[stretch]
-        self._pool.index.fill(*self._keys(stretch), slots, is_stored, self.use.batch)
-        self._num_filled = stretch.stop
+    def fill(self) -> None:
+        """Adds the keys to the index. Only now: a key in the index must have its record in its slot."""
+        offsets = offsets_within(self._use.missing_offsets, self._stretch)
+        keys = self._use.missing_keys[self._stretch]
+        self._pool.index.fill(offsets, keys, self.arriving, self._is_stored, self._use.batch)
+        self._is_filled = True
 
     def release(self) -> None:
-        """Frees slots that were not filled."""
-        if self._assignment is not None:
-            self._pool.index.release(self._assignment.slots[self._num_filled : self._num_held])
-
-    def _keys(self, stretch: slice) -> tuple[Tensor, Tensor]:
-        return offsets_within(self.use.missing_offsets, stretch), self.use.missing_keys[stretch]
+        """Frees slots, unless they were filled."""
+        if not self._is_filled:
+            self._pool.index.release(self.arriving[: self._num_held])

@@ -1,7 +1,7 @@
 """The row pool, in host memory and as on a device: whatever its size, the store ends up with what was trained.
 
 Fails, for example, if _Swap.gather counts offsets from the batch's first key, if HostLink.swap puts keys into the
-index before their slots are filled, if _Swap.scatter evicts before it writes, if records are written with the
+index before their slots are filled, if _SwapStretch.scatter evicts before it writes, if records are written with the
 step of the last batch, or if RowPool.open keeps rows after writes of others.
 """
 

@@ -85,7 +85,7 @@ def test_rows_have_all_earlier_updates(schedule: str, size: int, stream: str) ->
 
 def without_r2(assign):
     """Assigns slots to a batch as if no other were in flight."""
-    return lambda self, use, _, allocate: assign(self, use, use.batch, allocate)
+    return lambda self, use, stretch, _, allocate: assign(self, use, stretch, use.batch, allocate)
 
 
 @pytest.mark.parametrize("schedule", OVERLAPPING)

@@ -1,7 +1,7 @@
 """R10: a retrieve that fails loses no row and no slot: training goes on with the next call of fit.
 
 Fails if GroupPool.retrieve does not release the slots that it did not fill, if Memory.swap_records puts keys into the
-index before their slots are filled, or if _Swap.scatter evicts before it writes.
+index before their slots are filled, or if _SwapStretch.scatter evicts before it writes.
 """
 
 from dataclasses import replace

@@ -80,7 +80,7 @@ def test_late_streams(device: str, size: int, schedule: str, flushes: bool) -> N
 
 def pool_digests(world: World, schedule: str) -> list[tuple[str, str]]:
     """Returns the digests of serial and of the schedule with late streams, with as few slots as possible."""
-    copy_out, copy_in, draws = _Outgoing._copy_stretch, _Incoming.copy, random.Random(3)
+    copy_out, copy_in, draws = _Outgoing.copy, _Incoming.copy, random.Random(3)
 
     def late_out(self: _Outgoing, *arguments):
         sleep(draws)
@@ -97,7 +97,7 @@ def pool_digests(world: World, schedule: str) -> list[tuple[str, str]]:
         expected = digest_of(world, stream, replace(CASE, schedule="serial"), None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "Executor", LateExecutor)
-            patch.setattr(_Outgoing, "_copy_stretch", late_out)
+            patch.setattr(_Outgoing, "copy", late_out)
             patch.setattr(_Incoming, "copy", late_in)
             results.append((expected, digest_of(world, stream, replace(CASE, schedule=schedule), "minimum")))
     return results

@@ -54,13 +54,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Slots for the missing keys of a batch."""
+    """Slots for missing keys of a batch."""
 
     slots: Tensor
-    """Slot of each missing key."""
+    """Slot of each key."""
     leaving: SlotRecords
-    """Dirty victims. The last len(leaving.slots) of the missing keys have their slots, in the same order, once they are
-    evicted. The slots of all other missing keys may be overwritten at once."""
+    """Dirty victims. The last len(leaving.slots) keys have their slots, in the same order, once they are evicted. The
+    slots of all other keys may be overwritten at once."""
 
 
 Allocate = Callable[[int], Tensor]
@@ -135,28 +135,21 @@ class SlotIndex:
         number = int(missing_offsets[-1])
         return Use(batch, slots, missing[:number], missing_keys[:number], missing_offsets)
 
-    def assign(self, use: Use, first_in_flight: int, allocate: Allocate = _allocate) -> Assignment:
-        """Gives slots to the missing keys of the last batch that `use` was called for: free ones, then those of clean
-        victims, then those of dirty ones, table after table, each ascending.
+    def assign(self, use: Use, stretch: slice, first_in_flight: int, allocate: Allocate = _allocate) -> Assignment:
+        """Gives slots to a stretch of the missing keys of the last batch that `use` was called for: free ones, then
+        those of clean victims, then those of dirty ones, table after table, each ascending.
 
         Victims are the least recently used slots whose last use was a batch before `first_in_flight`, and that no batch
         has claimed. Clean ones are no longer resident. Dirty ones are until `evict`; if that is not called, they stay
         and may be chosen again. Raises ValueError if there are too few slots.
         """
         _check_number("first_in_flight", first_in_flight)
-        slots = allocate(len(use.missing))
-        leaving, room = self._room(len(use.missing), allocate)
-        missing = pointer(use.missing), len(use.missing), pointer(slots)
-        call(
-            "slots_assign",
-            self._slots,
-            use.batch,
-            first_in_flight,
-            *missing,
-            pointer(use.slots),
-            len(use.slots),
-            byref(room),
-        )
+        missing = use.missing[stretch]
+        slots = allocate(len(missing))
+        leaving, room = self._room(len(missing), allocate)
+        batches = use.batch, first_in_flight
+        keys = pointer(missing), len(missing), pointer(slots), pointer(use.slots), len(use.slots)
+        call("slots_assign", self._slots, *batches, *keys, byref(room))
         return Assignment(slots, _cut(leaving))
 
     def evict(self, slots: Tensor) -> None:

@@ -51,7 +51,7 @@ class Admission:
 
 def admit(index: SlotIndex, keys: Keys, batch: int, first_in_flight: int) -> Admission:
     use = index.use(*keys, batch)
-    return Admission(use, index.assign(use, first_in_flight))
+    return Admission(use, index.assign(use, slice(0, len(use.missing)), first_in_flight))
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """SlotIndex against a model in plain Python: random batches, some of which fail halfway or are not applied.
 
-Fails, for example, if Slots::append_uses forgets the uses of resident keys (no order_.append) or counts one twice (no
-kUsedBefore), if Slots::use_resident leaves kLeaving set, or if Slots::settle drops all claims of a key whose batch was
-not applied (num_claims = 0).
+Fails, for example, if Slots::append_uses forgets the uses of resident keys (num_used = 0), if Slots::use counts one
+twice (`block.num_used += 1 | ...`), if SlotArray::use leaves kLeaving set, or if Slots::settle drops all claims of a key
+whose batch was not applied (num_claims = 0).
 """
 
 import copy
