@@ -260,7 +260,7 @@ NESTPIPE_API nestpipe_status nestpipe_hash(const char* table_name, const int64_t
 /* A row pool keeps records of keys in numbered slots, outside of this library. nestpipe_slots knows which key of which
  * table each slot holds. A slot is
  *   free      it belongs to no one;
- *   taken     it belongs to an admission, which has not filled it yet;
+ *   taken     it belongs to a batch, which has not filled it yet;
  *   resident  it holds a key, which nestpipe_slots_find finds.
  * A batch is admitted (use, assign), then its missing keys are filled, then its outcome is settled:
  *   use       finds the keys of the batch. Those that are resident keep their slots.
@@ -298,9 +298,10 @@ typedef struct nestpipe_slot_records {
 
 /* An index without slots.
  *   salts        [num_tables] as of nestpipe_table_salt; 1 .. 65536 tables
- *   num_threads  that later calls may use */
+ *   num_threads  that later calls may use, except
+ *   num_beside   for assign, evict and fill, which may run beside other work */
 NESTPIPE_API nestpipe_status nestpipe_slots_create(const uint64_t* salts, int64_t num_tables, int32_t num_threads,
-                                                   nestpipe_slots** slots);
+                                                   int32_t num_beside, nestpipe_slots** slots);
 NESTPIPE_API nestpipe_status nestpipe_slots_destroy(nestpipe_slots* slots); /* null is allowed */
 
 NESTPIPE_API nestpipe_status nestpipe_slots_counts(nestpipe_slots* slots, nestpipe_slot_counts* counts);
@@ -327,8 +328,8 @@ NESTPIPE_API nestpipe_status nestpipe_slots_use(nestpipe_slots* slots, const int
                                                 int64_t num_keys, int64_t batch, int64_t* key_slots,
                                                 const nestpipe_missing_keys* missing);
 
-/* Gives slots to the missing keys of a batch: free slots, then those of clean victims, then those of dirty ones, each
- * ascending, the last table after table.
+/* Gives slots to missing keys of a batch, all of them or some at a time: free slots, then those of clean victims, then
+ * those of dirty ones, each ascending, the last table after table.
  *   batch            of the last call of nestpipe_slots_use
  *   first_in_flight  0 .. batch: victims are slots last used by a batch before it, and not claimed
  *   missing          [num_missing] indices of the keys, as nestpipe_slots_use lists them

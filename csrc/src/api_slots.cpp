@@ -40,14 +40,15 @@ void need_room(const nestpipe_slot_records* records) {
 }  // namespace
 
 nestpipe_status nestpipe_slots_create(const uint64_t* salts, int64_t num_tables, int32_t num_threads,
-                                      nestpipe_slots** slots) {
+                                      int32_t num_beside, nestpipe_slots** slots) {
     return guarded([&] {
         if (num_tables < 1 || num_tables > kMostTables)
             refuse("num_tables is " + std::to_string(num_tables) + ", must be 1 .. " + std::to_string(kMostTables));
         need_array(salts, num_tables, "salts");
         need_threads(num_threads);
+        need_threads(num_beside);
         need(slots, "slots");
-        *slots = new nestpipe_slots{{salts, num_tables, num_threads}};
+        *slots = new nestpipe_slots{{salts, num_tables, num_threads, num_beside}};
     });
 }
 

@@ -42,6 +42,7 @@ void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const ne
     list_missing(keys, blocks, missing);
     append_uses(batch, blocks, used);
     last_batch_ = batch;
+    ++admission_;
 }
 
 void Slots::list_missing(const KeysByTable& keys, const std::vector<Block>& blocks,
@@ -99,13 +100,13 @@ void Slots::assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, con
 // batch in flight would find another key in them.
 int64_t Slots::choose_victims(int64_t num_wanted, int64_t first_in_flight) {
     enum Class : uint8_t { kNone, kClean, kDirty };
-    const auto class_of = [](const Slot& slot) -> uint8_t {
-        if (slot.num_claims > 0) return kNone;
+    const auto class_of = [admission = admission_](const Slot& slot) -> uint8_t {
+        if (slot.num_claims > 0 || slot.is_awaited_by(admission)) return kNone;
         return slot.is(Slot::kDirty) ? kDirty : kClean;
     };
     int64_t num_chosen = 0;
     if (num_wanted > 0)
-        order_.for_each_before(first_in_flight, slots_, num_wanted, num_threads_, class_of,
+        order_.for_each_before(first_in_flight, slots_, num_wanted, num_beside_, class_of,
                                [&](uint32_t number, uint8_t its_class) {
                                    (its_class == kDirty ? dirty_victims_ : clean_victims_).add(number);
                                    return ++num_chosen < num_wanted;
@@ -131,11 +132,13 @@ void Slots::list_victims(int64_t* clean, const nestpipe_slot_records& leaving) {
 // Dirty victims stay until they are evicted.
 void Slots::mark_leaving(const nestpipe_slot_records& leaving) {
     const auto use = [&](int64_t i, Slot& slot, Changes&) {
-        slot.state |= Slot::kLeaving;
+        slot.leave_for(admission_);
         leaving.keys[i] = index_.key(slot.table, slot.place);
         leaving.steps[i] = slot.step;
     };
-    for_each({leaving.slots, leaving.offsets[num_tables()]}, [](const Slot&) -> const char* { return nullptr; }, use);
+    for_each(
+        {leaving.slots, leaving.offsets[num_tables()]}, num_beside_, [](const Slot&) -> const char* { return nullptr; },
+        use);
 }
 
 }  // namespace nestpipe

@@ -11,7 +11,7 @@ namespace nestpipe {
 // Half a cache line. A slot of zeros is free.
 struct Slot {
     enum State : uint8_t {
-        kTaken = 1,     // belongs to an admission and holds no key
+        kTaken = 1,     // belongs to a batch and holds no key
         kResident = 2,  // holds a key, which is in the index
         kStored = 4,    // the store has a record of the key
         kDirty = 8,     // the slot's record is newer than the store's
@@ -21,6 +21,7 @@ struct Slot {
     uint64_t place;      // of its key in the index
     int64_t last_use;    // batch; 0 if the slot holds no key
     int64_t step;        // that last changed the record, if it is dirty
+    uint32_t waiting;    // number of the admission that waits for the slot, if it is leaving
     uint16_t table;      // of its key
     uint8_t num_claims;  // batches in flight that create the key if they are applied; 0 if it exists
     uint8_t state;
@@ -29,10 +30,16 @@ struct Slot {
     bool exists() const { return (state & (kStored | kDirty)) != 0; }
     bool is_unstored() const { return (state & (kStored | kDirty)) == kDirty; }  // exists, but not in the store
 
+    bool is_awaited_by(uint32_t admission) const { return is(kLeaving) && waiting == admission; }
+    void leave_for(uint32_t admission) {
+        state |= kLeaving;
+        waiting = admission;
+    }
+
     // Each forgets everything else.
-    void take() { *this = Slot{0, 0, 0, 0, 0, kTaken}; }
+    void take() { *this = Slot{0, 0, 0, 0, 0, 0, kTaken}; }
     void hold(uint64_t key_place, uint16_t key_table, int64_t batch, bool is_stored) {
-        *this = Slot{key_place, batch, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
+        *this = Slot{key_place, batch, 0, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
     }
 };
 static_assert(sizeof(Slot) == 32);

@@ -62,7 +62,7 @@ class FirstItem {
 };
 
 template <typename WhyNot, typename Use>
-void Slots::for_each(SlotList slots, const WhyNot& why_not, const Use& use) {
+void Slots::for_each(SlotList slots, int32_t num_threads, const WhyNot& why_not, const Use& use) {
     FirstItem wrong;
     const auto some = [&](int64_t begin, int64_t end) {
         Changes changes(counts_);
@@ -77,7 +77,7 @@ void Slots::for_each(SlotList slots, const WhyNot& why_not, const Use& use) {
                 use(i, slot, changes.of(slot.table));
             });
     };
-    parallel_for(slots.count, grain_for(slots.count, kSlotBytes, num_threads_), num_threads_, std::cref(some));
+    parallel_for(slots.count, grain_for(slots.count, kSlotBytes, num_threads), num_threads, std::cref(some));
     if (wrong.is_noted()) refuse_slot(slots, wrong.index(), why_not);
 }
 
@@ -85,7 +85,7 @@ template <typename WhyNot, typename EntryOf>
 KeyIndex::Entries Slots::entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const {
     FirstItem wrong;
     const auto entries = index_.entries(
-        slots.count, num_threads_,
+        slots.count, num_beside_,
         [&](int64_t i) {
             if (has(slots.slots[i])) slots_.prefetch(slots[i]);
         },
@@ -110,7 +110,7 @@ template <typename WhyNot>
 void Slots::take_resident(SlotList slots, const WhyNot& why_not) {
     index_.erase(entries_of(
         slots, why_not, [&](int64_t i, const Slot& slot) { return index_.entry(slot.table, slot.place, slots[i]); }));
-    for_each(slots, why_not, [](int64_t, Slot& slot, Changes& changes) {
+    for_each(slots, num_beside_, why_not, [](int64_t, Slot& slot, Changes& changes) {
         changes.num_new -= !slot.exists();
         changes.num_unstored -= slot.is_unstored();
         changes.num_dirty -= slot.is(Slot::kDirty);

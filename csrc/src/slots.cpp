@@ -16,12 +16,12 @@ constexpr uint8_t kMostClaims = UINT8_MAX;
 
 constexpr auto why_not_taken = [](const Slot& slot) -> const char* {
     if (slot.is(Slot::kResident)) return "holds a key";
-    return slot.is(Slot::kTaken) ? nullptr : "is free: it belongs to no admission";
+    return slot.is(Slot::kTaken) ? nullptr : "is free: it belongs to no batch";
 };
 
 constexpr auto why_not_leaving = [](const Slot& slot) -> const char* {
     if (!slot.is(Slot::kResident)) return "holds no key";
-    return slot.is(Slot::kLeaving) ? nullptr : "no admission waits for";
+    return slot.is(Slot::kLeaving) ? nullptr : "no batch waits for";
 };
 
 constexpr auto why_not_in_a_batch = [](const Slot& slot) -> const char* {
@@ -41,8 +41,9 @@ constexpr auto why_not_dirty = [](const Slot& slot) -> const char* {
 
 }  // namespace
 
-Slots::Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads)
+Slots::Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads, int32_t num_beside)
     : num_threads_(num_threads),
+      num_beside_(num_beside),
       index_(salts, num_tables),
       counts_(static_cast<size_t>(num_tables)),
       next_(static_cast<size_t>(num_tables)) {}
@@ -98,11 +99,11 @@ void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stor
         const auto table = static_cast<uint32_t>(std::upper_bound(keys.offsets, end, i) - keys.offsets - 1);
         return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
     });
-    order_.reserve(slots.count, slots_, num_threads_);
+    order_.reserve(slots.count, slots_, num_beside_);
     if (const int64_t i = index_.insert(entries); i >= 0)
         refuse("keys[" + std::to_string(i) + "] is " + std::to_string(keys.keys[i]) + ", a key of table " +
                std::to_string(index_.table(entries[i])) + " that is resident already or in the list twice");
-    for_each(slots, why_not_taken, [&](int64_t i, Slot& slot, Changes& changes) {
+    for_each(slots, num_beside_, why_not_taken, [&](int64_t i, Slot& slot, Changes& changes) {
         const uint32_t table = index_.table(entries[i]);
         slot.hold(entries[i].place, static_cast<uint16_t>(table), batch, is_stored[i] != 0);
         changes.of(table).num_new += is_stored[i] == 0;
@@ -117,7 +118,7 @@ void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stor
 
 void Slots::release(SlotList slots) {
     Lock lock(mutex_);
-    for_each(slots, why_not_taken, [](int64_t, Slot&, Changes&) {});  // checks
+    for_each(slots, num_beside_, why_not_taken, [](int64_t, Slot&, Changes&) {});  // checks
     for (int64_t i = 0; i < slots.count; ++i) {
         slots_[slots[i]] = Slot{};
         free_.put(slots[i]);
@@ -128,7 +129,7 @@ void Slots::claim(SlotList slots, int64_t* num_rows) {
     Lock lock(mutex_);
     const auto has_new = [](const Counts& table) { return table.num_new > 0; };
     if (std::any_of(counts_.begin(), counts_.end(), has_new))
-        for_each(slots, why_not_claimable, [](int64_t, Slot& slot, Changes& changes) {
+        for_each(slots, num_threads_, why_not_claimable, [](int64_t, Slot& slot, Changes& changes) {
             if (!slot.exists()) changes.num_claimed += slot.num_claims++ == 0;
         });
     std::transform(counts_.begin(), counts_.end(), num_rows,
@@ -139,11 +140,11 @@ void Slots::claim(SlotList slots, int64_t* num_rows) {
 void Slots::settle(SlotList slots, int64_t step) {
     Lock lock(mutex_);
     if (step < 0)
-        for_each(slots, why_not_in_a_batch, [](int64_t, Slot& slot, Changes& changes) {
+        for_each(slots, num_threads_, why_not_in_a_batch, [](int64_t, Slot& slot, Changes& changes) {
             if (slot.num_claims > 0) changes.num_claimed -= --slot.num_claims == 0;
         });
     else
-        for_each(slots, why_not_in_a_batch, [&](int64_t, Slot& slot, Changes& changes) {
+        for_each(slots, num_threads_, why_not_in_a_batch, [&](int64_t, Slot& slot, Changes& changes) {
             changes.num_new -= !slot.exists();
             changes.num_unstored += !slot.exists();
             changes.num_claimed -= slot.num_claims > 0;
@@ -179,7 +180,7 @@ void Slots::dirty(const nestpipe_slot_records& records) const {
 
 void Slots::clean(SlotList slots) {
     Lock lock(mutex_);
-    for_each(slots, why_not_dirty, [](int64_t, Slot& slot, Changes& changes) {
+    for_each(slots, num_threads_, why_not_dirty, [](int64_t, Slot& slot, Changes& changes) {
         changes.num_unstored -= slot.is_unstored();
         --changes.num_dirty;
         slot.state = static_cast<uint8_t>((slot.state & ~Slot::kDirty) | Slot::kStored);

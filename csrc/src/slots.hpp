@@ -1,6 +1,6 @@
 // The slots of a row pool: which key each holds, since when, and what of it the store has.
 //
-// A slot is free, taken (it belongs to an admission and holds no key), or resident. nestpipe.h describes the
+// A slot is free, taken (it belongs to a batch and holds no key), or resident. nestpipe.h describes the
 // operations. Most check all their arguments, then allocate what they need, then change the slots: if they are refused
 // or run out of memory, they have changed nothing. Those that only note something of each slot check it on the way.
 #pragma once
@@ -38,7 +38,8 @@ struct SlotRoom {
 
 class Slots {
  public:
-    Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads);
+    // num_beside: threads of assign, evict and fill, which may run beside other work.
+    Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads, int32_t num_beside);
 
     int64_t num_tables() const { return index_.num_tables(); }
 
@@ -78,7 +79,7 @@ class Slots {
     // use(i, slot, changes) for each slot of a list, which threads share. If why_not(slot) has a text, or there is no
     // such slot, it is left out, and the list is refused at the end.
     template <typename WhyNot, typename Use>
-    void for_each(SlotList slots, const WhyNot& why_not, const Use& use);
+    void for_each(SlotList slots, int32_t num_threads, const WhyNot& why_not, const Use& use);
     template <typename WhyNot>
     [[noreturn]] void refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const;
 
@@ -96,18 +97,19 @@ class Slots {
     template <typename WhyNot>
     void take_resident(SlotList slots, const WhyNot& why_not);  // they leave the index, and are taken
 
-    const int32_t num_threads_;
+    const int32_t num_threads_, num_beside_;
 
     mutable std::mutex mutex_;  // guards all below
     KeyIndex index_;
     SlotArray slots_;
     FreeSlots free_;
     UseOrder order_;
-    SlotSet clean_victims_, dirty_victims_;  // of the admission that is under way
+    SlotSet clean_victims_, dirty_victims_;  // of the assignment that is under way
     std::vector<Counts> counts_;             // by table
     std::vector<int64_t> next_;              // by table: memory to work in
     int64_t num_resident_ = 0;
     int64_t last_batch_ = 0;
+    uint32_t admission_ = 0;  // number of the last one; a batch that failed may be admitted again
 };
 
 }  // namespace nestpipe

@@ -98,7 +98,7 @@ struct Pool {
         std::vector<uint64_t> salts(at(tables));
         for (size_t t = 0; t < salts.size(); ++t)
             OK(nestpipe_table_salt(("table" + std::to_string(t)).c_str(), &salts[t]));
-        OK(nestpipe_slots_create(salts.data(), tables, num_threads, &slots));
+        OK(nestpipe_slots_create(salts.data(), tables, num_threads, num_threads, &slots));
         OK(nestpipe_slots_grow(slots, num_slots));
     }
     ~Pool() { nestpipe_slots_destroy(slots); }

@@ -65,6 +65,29 @@ void test_order_of_victims() {
     CHECK(pool.admit(Keys({range(30, 38), {}}), 6, 4).slots == List({1, 2, 3, 4, 5, 6, 7, 0}));
 }
 
+// Keys of a batch that are given slots some at a time: no slot is given twice, whether its record has left or not.
+void test_stretches() {
+    Pool pool(6);
+    OK(pool.settle(pool.retrieve(one(range(0, 6)), 1, 1).slots, 3));  // all are dirty
+    Admission room = Admission::room(5, 1);
+    OK(pool.use_into(room, one({2, 10, 11, 12, 13}), 2));
+    CHECK(room.slots[0] == 2 && room.missing_offsets.back() == 4);
+    List slots(2);
+    const auto assign = [&](int64_t first) {
+        const nestpipe_slot_records leaving = room.leaving.native();
+        return nestpipe_slots_assign(pool.slots, 2, 2, room.missing.data() + first, 2, slots.data(), room.slots.data(),
+                                     5, &leaving);
+    };
+    OK(assign(0));
+    CHECK(slots == List({0, 1}));
+    OK(assign(2));
+    CHECK(slots == List({3, 4}) && room.slots == List({2, 0, 1, 3, 4}));
+    OK(pool.evict({0}));
+    // The batch is given up. What has not left may be chosen again, by another batch.
+    OK(pool.release({0}));
+    CHECK(pool.admit(one(range(20, 25)), 3, 3).slots == List({0, 1, 3, 4, 5}));
+}
+
 // A slot that a failed admission has used is a victim later, once, and not before its batch is out of flight.
 void test_too_few_slots() {
     Pool pool(4);
@@ -149,7 +172,7 @@ void test_refusals() {
     }
     each({3}, "slots[0] is 3, a slot that holds no key", resident);
     each({3, 0}, "slots[1] is 0, a slot that holds a key", taken);
-    each({1}, "slots[0] is 1, a slot that no admission waits for", {"evict"});
+    each({1}, "slots[0] is 1, a slot that no batch waits for", {"evict"});
     each({0}, "a slot that is to be evicted", {"settle", "not applied"});
     refused("must be at least 3", [&] { return pool.fill(Keys({{3}, {}}), {3}, 2); });
     refused("keys[1] is 2, a key of table 0 that is resident already or in the list twice",
@@ -182,8 +205,8 @@ void test_refusals() {
     for (const std::string& name : taken) REFUSED(bad, "a slot that is free", lists.at(name)({3}));
     nestpipe_slots* created;
     const uint64_t salt = 1;
-    REFUSED(bad, "num_tables is 0", nestpipe_slots_create(&salt, 0, 1, &created));
-    REFUSED(bad, "num_threads is 0", nestpipe_slots_create(&salt, 1, 0, &created));
+    REFUSED(bad, "num_tables is 0", nestpipe_slots_create(&salt, 0, 1, 1, &created));
+    REFUSED(bad, "num_threads is 0", nestpipe_slots_create(&salt, 1, 1, 0, &created));
     REFUSED(bad, "slots is a null", nestpipe_slots_clear(nullptr));
     REFUSED(bad, "list of slots is a null", nestpipe_slots_evict(pool.slots, nullptr, 1));
     OK(nestpipe_slots_destroy(nullptr));
@@ -194,6 +217,7 @@ void test_refusals() {
 int main() {
     test_a_batch();
     test_order_of_victims();
+    test_stretches();
     test_too_few_slots();
     test_claims();
     test_refusals();

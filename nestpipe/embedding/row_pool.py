@@ -28,6 +28,9 @@ from nestpipe.embedding.route import OwnerDedup
 from nestpipe.store import Store, Writer, match_tables
 from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords, Use
 
+_THREADS_BESIDE = 2
+"""Threads that see to the slots while the host store gathers. They need less time than it does."""
+
 
 class RowPool:
     """See Residence. A rank has one. It outlives a run, and has nothing to write between runs."""
@@ -181,7 +184,8 @@ class GroupPool:
     """The slots of one table group."""
 
     def __init__(self, group: TableGroup, store: Store, writes: _Writes, memory: Memory) -> None:
-        self.index = SlotIndex(group.salts, store.num_threads)
+        num_beside = store.num_threads if memory.is_host else min(store.num_threads, _THREADS_BESIDE)
+        self.index = SlotIndex(group.salts, store.num_threads, num_beside)
         self.records: GrowingArray = memory.new_records(group.num_columns, group.dtype)
         self.num_slots = 0
         self.most_slots = 0

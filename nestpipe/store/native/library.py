@@ -153,7 +153,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),
-    "slots_create": (c_void_p, c_int64, c_int32, POINTER(c_void_p)),
+    "slots_create": (c_void_p, c_int64, c_int32, c_int32, POINTER(c_void_p)),
     "slots_destroy": (c_void_p,),
     "slots_counts": (c_void_p, POINTER(NativeSlotCounts)),
     "slots_grow": (c_void_p, c_int64),

@@ -77,16 +77,17 @@ class SlotIndex:
     A slot is free, taken (it belongs to a batch, which has not filled it yet) or resident (it holds a key). A key
     exists if the store has a record of it or if its slot is dirty. Batches are numbered from 1 upwards.
 
-    salts: one for each table, as `table_salts` returns them. num_threads: threads that a call may use. Results do not
-    depend on it.
+    salts: one for each table, as `table_salts` returns them. num_threads: threads that a call may use. num_beside:
+    those of `assign`, `evict` and `fill`, which may run beside other work. Results do not depend on them.
     """
 
-    def __init__(self, salts: Tensor, num_threads: int) -> None:
+    def __init__(self, salts: Tensor, num_threads: int, num_beside: int | None = None) -> None:
         check_values("salts", salts, torch.int64)
         check_threads(num_threads)
+        num_beside = num_threads if num_beside is None else num_beside
         self._num_tables = len(salts)
         self._slots = c_void_p()
-        call("slots_create", pointer(salts), len(salts), num_threads, byref(self._slots))
+        call("slots_create", pointer(salts), len(salts), num_threads, num_beside, byref(self._slots))
         finalizer = weakref.finalize(self, call, "slots_destroy", self._slots)
         finalizer.atexit = False  # at exit a daemon thread may still be in a call; the system frees the memory
 

@@ -1,8 +1,8 @@
 """SlotIndex against a model in plain Python: random batches, some of which fail halfway or are not applied.
 
 Fails, for example, if Slots::append_uses forgets the uses of resident keys (num_used = 0), if Slots::use counts one
-twice (`block.num_used += 1 | ...`), if SlotArray::use leaves kLeaving set, or if Slots::settle drops all claims of a key
-whose batch was not applied (num_claims = 0).
+twice (`block.num_used += 1 | ...`), if SlotArray::use leaves kLeaving set, or if Slots::settle drops all claims of a
+key whose batch was not applied (num_claims = 0).
 """
 
 import copy
@@ -223,9 +223,9 @@ STORED = SLOTS >= 0
         (lambda s: s.fill(OFFSETS, KEYS, SLOTS[:2], STORED, 2), ValueError, "slots must have shape [3], got [2]"),
         (lambda s: s.fill(OFFSETS, KEYS, SLOTS, KEYS, 2), TypeError, "is_stored must be torch.bool"),
         (lambda s: s.fill(OFFSETS, KEYS + 9, SLOTS, STORED, 2), ValueError, "is 0, a slot that holds a key"),
-        (lambda s: s.release(SLOTS + 3), ValueError, "slots[0] is 3, a slot that is free: it belongs to no admission"),
+        (lambda s: s.release(SLOTS + 3), ValueError, "slots[0] is 3, a slot that is free: it belongs to no batch"),
         (lambda s: s.release(SLOTS[:1]), ValueError, "slots[0] is 0, a slot that holds a key"),
-        (lambda s: s.evict(SLOTS), ValueError, "slots[0] is 0, a slot that no admission waits for"),
+        (lambda s: s.evict(SLOTS), ValueError, "slots[0] is 0, a slot that no batch waits for"),
         (lambda s: s.evict(SLOTS.int()), TypeError, "slots must be torch.int64"),
         (lambda s: s.settle(SLOTS + 2, None), ValueError, "slots[1] is 3, a slot that holds no key"),
         (lambda s: s.settle(SLOTS, -1), ValueError, "step is -1"),
