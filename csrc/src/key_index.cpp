@@ -1,6 +1,5 @@
 #include "key_index.hpp"
 
-#include <atomic>
 #include <numeric>
 
 #include "error.hpp"
@@ -35,54 +34,9 @@ KeyIndex::Entry* KeyIndex::memory_for(int64_t count) {
     return scratch<Entry>(region, count);
 }
 
-template <typename Body>
-void KeyIndex::for_each_part(const Entries& entries, const Body& body) {
-    const int64_t num_parts = std::min<int64_t>(entries.num_threads, num_shards());
-    const auto first = [&](int64_t part) { return static_cast<uint32_t>(part * num_shards() / num_parts); };
-    const auto some = [&](int64_t begin, int64_t end) {
-        for (int64_t part = begin; part < end; ++part) body(Part{first(part), first(part + 1)});
-    };
-    parallel_for(num_parts, 1, entries.num_threads, std::cref(some));
-}
-
-template <typename Use>
-void KeyIndex::for_each_entry(const Entries& entries, Part part, const Use& use) {
-    selected_in_two_steps(
-        entries.count, [&](int64_t i) { return part.has(entries[i]); },
-        [&](int64_t i) { shards_[entries[i].shard].index.prefetch_to_write(entries[i].place); },
-        [&](int64_t i) { use(shards_[entries[i].shard], entries[i]); });
-}
-
-// Threads share the work of growing, too: the shards of a table are equally full.
-int64_t KeyIndex::insert(const Entries& entries) {
-    std::atomic<bool> is_repeated{false}, has_failed{false};
-    for_each_part(entries, [&](Part part) {
-        try {
-            for_each_entry(entries, part, [&](Shard& shard, const Entry& entry) {
-                shard.index.reserve(shard.num_keys + 1);
-                if (shard.index.try_insert(entry.place, entry.slot))
-                    ++shard.num_keys;
-                else
-                    is_repeated = true;
-            });
-        } catch (...) {  // a body of parallel_for must not throw
-            has_failed = true;
-        }
-    });
-    if (is_repeated || has_failed) erase_inserted(entries);
-    if (has_failed)
-        throw Error(NESTPIPE_OUT_OF_MEMORY,
-                    "out of memory: the system refused address space for the index of resident keys; use fewer slots");
-    return is_repeated ? first_repeated(entries) : -1;
-}
-
-void KeyIndex::erase(const Entries& entries) {
-    for_each_part(entries, [&](Part part) {
-        for_each_entry(entries, part, [](Shard& shard, const Entry& entry) {
-            shard.index.erase(entry.place);
-            --shard.num_keys;
-        });
-    });
+void KeyIndex::refuse_memory() {
+    throw Error(NESTPIPE_OUT_OF_MEMORY,
+                "out of memory: the system refused address space for the index of resident keys; use fewer slots");
 }
 
 // A place that has the slot of its entry was inserted by this call: no key had the slot before.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -68,13 +69,15 @@ class KeyIndex {
     template <typename Fetch, typename EntryOf>
     Entries entries(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
 
-    // Inserts entries. Returns -1, or if a key is in the index already or occurs twice the first such item; then
-    // nothing has changed. May throw; then nothing has changed but the memory that is used. No slot of an entry may be
-    // in the index.
-    int64_t insert(const Entries& entries);
+    // Inserts entries. No slot of an entry may be in the index. Returns -1, or if a key is in the index already or
+    // occurs twice the first such item; then nothing has changed. May throw; then nothing has changed but the memory
+    // that is used. new_use(): one for each thread. use(i): item i was inserted, though it may be taken back.
+    template <typename NewUse>
+    int64_t insert(const Entries& entries, const NewUse& new_use);
 
-    // Erases entries, which are in the index.
-    void erase(const Entries& entries);
+    // Erases entries, which are in the index. use(i): item i was.
+    template <typename NewUse>
+    void erase(const Entries& entries, const NewUse& new_use);
 
     // Forgets all keys. May throw; then nothing has changed.
     void clear() { shards_ = std::vector<Shard>(shards_.size()); }
@@ -105,13 +108,14 @@ class KeyIndex {
     template <typename Body>
     void for_each_part(const Entries& entries, const Body& body);
 
-    // use(index of the shard, entry) for the entries of a part, in order, each after its line is prefetched.
+    // use(shard, i) for the entries of a part, in order, each after its line is prefetched.
     template <typename Use>
     void for_each_entry(const Entries& entries, Part part, const Use& use);
 
     void find_in_table(uint32_t table, const int64_t* keys, int64_t count, uint32_t* slots) const;
     void erase_inserted(const Entries& entries);
     int64_t first_repeated(const Entries& entries);
+    [[noreturn]] static void refuse_memory();
     static Entry* memory_for(int64_t count);  // of the calling thread
 
     std::vector<uint64_t> salts_;
@@ -149,6 +153,61 @@ KeyIndex::Entries KeyIndex::entries(int64_t count, int32_t num_threads, const Fe
     };
     parallel_for(count, grain_for(count, kLookupBytes, num_threads), num_threads, std::cref(fill));
     return {items, count, threads_for(count, kLookupBytes, num_threads)};
+}
+
+template <typename Body>
+void KeyIndex::for_each_part(const Entries& entries, const Body& body) {
+    const int64_t num_parts = std::min<int64_t>(entries.num_threads, num_shards());
+    const auto first = [&](int64_t part) { return static_cast<uint32_t>(part * num_shards() / num_parts); };
+    const auto some = [&](int64_t begin, int64_t end) {
+        for (int64_t part = begin; part < end; ++part) body(Part{first(part), first(part + 1)});
+    };
+    parallel_for(num_parts, 1, entries.num_threads, std::cref(some));
+}
+
+template <typename Use>
+void KeyIndex::for_each_entry(const Entries& entries, Part part, const Use& use) {
+    selected_in_two_steps(
+        entries.count, [&](int64_t i) { return part.has(entries[i]); },
+        [&](int64_t i) { shards_[entries[i].shard].index.prefetch_to_write(entries[i].place); },
+        [&](int64_t i) { use(shards_[entries[i].shard], i); });
+}
+
+// Threads share the work of growing, too: the shards of a table are equally full.
+template <typename NewUse>
+int64_t KeyIndex::insert(const Entries& entries, const NewUse& new_use) {
+    std::atomic<bool> is_repeated{false}, has_failed{false};
+    for_each_part(entries, [&](Part part) {
+        auto use = new_use();
+        try {
+            for_each_entry(entries, part, [&](Shard& shard, int64_t i) {
+                shard.index.reserve(shard.num_keys + 1);
+                if (shard.index.try_insert(entries[i].place, entries[i].slot)) {
+                    ++shard.num_keys;
+                    use(i);
+                } else {
+                    is_repeated = true;
+                }
+            });
+        } catch (...) {  // a body of parallel_for must not throw
+            has_failed = true;
+        }
+    });
+    if (is_repeated || has_failed) erase_inserted(entries);
+    if (has_failed) refuse_memory();
+    return is_repeated ? first_repeated(entries) : -1;
+}
+
+template <typename NewUse>
+void KeyIndex::erase(const Entries& entries, const NewUse& new_use) {
+    for_each_part(entries, [&](Part part) {
+        auto use = new_use();
+        for_each_entry(entries, part, [&](Shard& shard, int64_t i) {
+            shard.index.erase(entries[i].place);
+            --shard.num_keys;
+            use(i);
+        });
+    });
 }
 
 }  // namespace nestpipe

@@ -43,6 +43,7 @@ void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const ne
     append_uses(batch, blocks, used);
     last_batch_ = batch;
     ++admission_;
+    order_.begin_walk(slots_, num_threads_);
 }
 
 void Slots::list_missing(const KeysByTable& keys, const std::vector<Block>& blocks,
@@ -106,11 +107,11 @@ int64_t Slots::choose_victims(int64_t num_wanted, int64_t first_in_flight) {
     };
     int64_t num_chosen = 0;
     if (num_wanted > 0)
-        order_.for_each_before(first_in_flight, slots_, num_wanted, num_beside_, class_of,
-                               [&](uint32_t number, uint8_t its_class) {
-                                   (its_class == kDirty ? dirty_victims_ : clean_victims_).add(number);
-                                   return ++num_chosen < num_wanted;
-                               });
+        order_.walk(first_in_flight, slots_, num_wanted, num_beside_, class_of,
+                    [&](uint32_t number, uint8_t its_class) {
+                        (its_class == kDirty ? dirty_victims_ : clean_victims_).add(number);
+                        return ++num_chosen < num_wanted;
+                    });
     return num_chosen;
 }
 

@@ -87,7 +87,7 @@ KeyIndex::Entries Slots::entries_of(SlotList slots, const WhyNot& why_not, const
     const auto entries = index_.entries(
         slots.count, num_beside_,
         [&](int64_t i) {
-            if (has(slots.slots[i])) slots_.prefetch(slots[i]);
+            if (has(slots.slots[i])) slots_.prefetch_to_write(slots[i]);
         },
         [&](int64_t i) {
             if (has(slots.slots[i]) && why_not(slots_[slots[i]]) == nullptr) return entry_of(i, slots_[slots[i]]);
@@ -108,14 +108,22 @@ void Slots::refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const 
 
 template <typename WhyNot>
 void Slots::take_resident(SlotList slots, const WhyNot& why_not) {
-    index_.erase(entries_of(
-        slots, why_not, [&](int64_t i, const Slot& slot) { return index_.entry(slot.table, slot.place, slots[i]); }));
-    for_each(slots, num_beside_, why_not, [](int64_t, Slot& slot, Changes& changes) {
-        changes.num_new -= !slot.exists();
-        changes.num_unstored -= slot.is_unstored();
-        changes.num_dirty -= slot.is(Slot::kDirty);
-        slot.take();
-    });
+    struct Take {
+        const SlotArray& array;
+        SlotList slots;
+        Changes all_changes;
+
+        void operator()(int64_t i) {
+            Slot& slot = array[slots[i]];
+            Changes& changes = all_changes.of(slot.table);
+            changes.num_new -= !slot.exists();
+            changes.num_unstored -= slot.is_unstored();
+            changes.num_dirty -= slot.is(Slot::kDirty);
+            slot.take();
+        }
+    };
+    const auto entry_of = [&](int64_t i, const Slot& slot) { return index_.entry(slot.table, slot.place, slots[i]); };
+    index_.erase(entries_of(slots, why_not, entry_of), [&] { return Take{slots_, slots, Changes(counts_)}; });
     num_resident_ -= slots.count;
 }
 

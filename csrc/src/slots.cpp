@@ -100,20 +100,49 @@ void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stor
         return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
     });
     order_.reserve(slots.count, slots_, num_beside_);
-    if (const int64_t i = index_.insert(entries); i >= 0)
-        refuse("keys[" + std::to_string(i) + "] is " + std::to_string(keys.keys[i]) + ", a key of table " +
-               std::to_string(index_.table(entries[i])) + " that is resident already or in the list twice");
-    for_each(slots, num_beside_, why_not_taken, [&](int64_t i, Slot& slot, Changes& changes) {
-        const uint32_t table = index_.table(entries[i]);
-        slot.hold(entries[i].place, static_cast<uint16_t>(table), batch, is_stored[i] != 0);
-        changes.of(table).num_new += is_stored[i] == 0;
-    });
+    struct Hold {
+        const SlotArray& array;
+        const KeyIndex& index;
+        const KeyIndex::Entries& entries;
+        const uint8_t* is_stored;
+        int64_t batch;
+        Changes changes;
+
+        void operator()(int64_t i) {
+            const uint32_t table = index.table(entries[i]);
+            array[entries[i].slot].hold(entries[i].place, static_cast<uint16_t>(table), batch, is_stored[i] != 0);
+            changes.of(table).num_new += is_stored[i] == 0;
+        }
+    };
+    const auto new_hold = [&] { return Hold{slots_, index_, entries, is_stored, batch, Changes(counts_)}; };
+    int64_t repeated = -1;
+    try {
+        repeated = index_.insert(entries, new_hold);
+    } catch (...) {
+        take_back(slots);
+        throw;
+    }
+    if (repeated >= 0) {
+        take_back(slots);
+        refuse("keys[" + std::to_string(repeated) + "] is " + std::to_string(keys.keys[repeated]) +
+               ", a key of table " + std::to_string(index_.table(entries[repeated])) +
+               " that is resident already or in the list twice");
+    }
     order_.append(batch, slots.count, [&](uint32_t* used) {
         std::transform(slots.slots, slots.slots + slots.count, used, [](int64_t slot) { return uint32_t(slot); });
         return slots.count;
     });
     num_resident_ += slots.count;
     last_batch_ = batch;
+}
+
+// Slots that hold a key, though the list was refused, are taken again.
+void Slots::take_back(SlotList slots) {
+    for (int64_t i = 0; i < slots.count; ++i) {
+        Slot& slot = slots_[slots[i]];
+        if (slot.is(Slot::kResident)) counts_[slot.table].num_new -= !slot.exists();
+        slot.take();
+    }
 }
 
 void Slots::release(SlotList slots) {

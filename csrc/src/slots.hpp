@@ -96,6 +96,7 @@ class Slots {
     KeyIndex::Entries entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const;
     template <typename WhyNot>
     void take_resident(SlotList slots, const WhyNot& why_not);  // they leave the index, and are taken
+    void take_back(SlotList slots);
 
     const int32_t num_threads_, num_beside_;
 

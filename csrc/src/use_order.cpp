@@ -14,10 +14,7 @@ void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_thread
     const size_t most = 2 * static_cast<size_t>(slots.size()) + kSpare;
     const auto num_needed_now = [&] { return entries_.size() + static_cast<size_t>(count); };
     if (num_needed_now() > most) {
-        // Drops entries up to the first that counts.
-        for_each_before(
-            INT64_MAX, slots, count, num_threads, [](const Slot&) { return uint8_t{1}; },
-            [](uint32_t, uint8_t) { return false; });
+        drop_front(slots, num_threads);
         if (num_dropped() > entries_.size() / 4)
             forget_dropped();  // enough where each batch evicts as much as it needs
     }
@@ -28,11 +25,32 @@ void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_thread
     if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 16);
 }
 
+void UseOrder::begin_walk(const SlotArray& slots, int32_t num_threads) {
+    drop_front(slots, num_threads);
+    walk_ = {first_, 0};
+}
+
+void UseOrder::drop_front(const SlotArray& slots, int32_t num_threads) {
+    size_t num_looks = kLeastLooks;
+    for (; first_ < segments_.size(); ++first_) {
+        Segment& segment = segments_[first_];
+        while (segment.begin < segment.end) {
+            const size_t first = segment.begin, end = end_of_looks(segment, first, num_looks);
+            look(segment, first, end, slots, num_threads, [](const Slot&) { return uint8_t{0}; });
+            const auto classes = classes_.begin(), last = classes + static_cast<std::ptrdiff_t>(end - first);
+            const auto counting = std::find(classes, last, 0);
+            segment.begin += static_cast<size_t>(counting - classes);
+            if (counting != last) return;
+        }
+    }
+}
+
 void UseOrder::forget_dropped() {
     const size_t count = num_dropped();
     entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
     segments_.erase(segments_.begin(), segments_.begin() + static_cast<std::ptrdiff_t>(first_));
     first_ = 0;
+    walk_ = {0, 0};
     for (Segment& segment : segments_) {
         segment.begin -= count;
         segment.end -= count;
@@ -72,6 +90,7 @@ void UseOrder::compact(const SlotArray& slots, int32_t num_threads) {
     entries_.resize(num_entries);
     segments_.resize(num_left);
     first_ = 0;
+    walk_ = {0, 0};
 }
 
 }  // namespace nestpipe

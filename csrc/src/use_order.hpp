@@ -36,17 +36,22 @@ class UseOrder {
         if (segments_.back().begin == end) segments_.pop_back();
     }
 
-    // Calls visit(slot, class_of(slot)) for slots whose last use is a batch before end_batch and whose class is not 0,
-    // least recently used first and within a batch in the order in which they were appended, until it returns false.
-    // num_wanted: about so many will be visited. Threads share the look at the slots.
+    // Begins a walk through the slots, least recently used first and within a batch in the order in which they were
+    // appended.
+    void begin_walk(const SlotArray& slots, int32_t num_threads);
+
+    // Goes on with the walk: calls visit(slot, class_of(slot)) for slots whose last use is a batch before end_batch and
+    // whose class is not 0, until it returns false. num_wanted: about so many will be visited. Threads share the look
+    // at the slots.
     template <typename ClassOf, typename Visit>
-    void for_each_before(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
-                         const ClassOf& class_of, Visit&& visit);
+    void walk(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
+              const ClassOf& class_of, Visit&& visit);
 
     void clear() {
         entries_.clear();
         segments_.clear();
         first_ = 0;
+        walk_ = {0, 0};
     }
 
     uint64_t bytes() const { return entries_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment); }
@@ -61,10 +66,17 @@ class UseOrder {
     static constexpr int64_t kLookBytes = 256;    // a look at a slot takes as long as copying this much
     static constexpr uint8_t kStale = UINT8_MAX;  // beside the classes: the entry no longer counts
 
-    // classes[i] becomes the class of the slot of entry first + i.
+    // classes_[i] becomes the class of the slot of entry first + i.
     template <typename ClassOf>
     void look(const Segment& segment, size_t first, size_t end, const SlotArray& slots, int32_t num_threads,
               const ClassOf& class_of);
+    // The entries looked at next, from `first` on in a segment. num_looks: for the next time.
+    static size_t end_of_looks(const Segment& segment, size_t first, size_t& num_looks) {
+        const size_t end = std::min(first + num_looks, segment.end);
+        num_looks = std::min(2 * num_looks, kMostLooks);
+        return end;
+    }
+    void drop_front(const SlotArray& slots, int32_t num_threads);  // entries before the first that counts
     size_t num_dropped() const { return first_ < segments_.size() ? segments_[first_].begin : entries_.size(); }
     void forget_dropped();
     void compact(const SlotArray& slots, int32_t num_threads);
@@ -75,31 +87,28 @@ class UseOrder {
     std::vector<uint32_t> entries_;
     std::vector<Segment> segments_;
     size_t first_ = 0;  // segment; those before it are empty
+    struct {
+        size_t segment, entry;
+    } walk_{0, 0};  // where it goes on; if entries have moved, at the front
     std::vector<uint8_t> classes_ = std::vector<uint8_t>(kMostLooks);
 };
 
 template <typename ClassOf, typename Visit>
-void UseOrder::for_each_before(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
-                               const ClassOf& class_of, Visit&& visit) {
-    bool is_front = true;  // no entry so far counts
+void UseOrder::walk(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
+                    const ClassOf& class_of, Visit&& visit) {
     size_t num_looks = std::clamp(static_cast<size_t>(num_wanted), kLeastLooks, kMostLooks);
-    for (size_t s = first_; s < segments_.size() && segments_[s].batch < end_batch; ++s) {
-        Segment& segment = segments_[s];
-        for (size_t first = segment.begin, end; first < segment.end; first = end) {
-            end = std::min(first + num_looks, segment.end);
-            num_looks = std::min(2 * num_looks, kMostLooks);
+    for (; walk_.segment < segments_.size() && segments_[walk_.segment].batch < end_batch; ++walk_.segment) {
+        const Segment& segment = segments_[walk_.segment];
+        for (size_t first = std::max(walk_.entry, segment.begin), end; first < segment.end; first = end) {
+            end = end_of_looks(segment, first, num_looks);
             look(segment, first, end, slots, num_threads, class_of);
             for (size_t i = first; i < end; ++i) {
                 const uint8_t its_class = classes_[i - first];
-                if (its_class == kStale) {
-                    if (is_front) segment.begin = i + 1;
-                    continue;
-                }
-                is_front = false;
-                if (its_class != 0 && !visit(entries_[i], its_class)) return;
+                if (its_class == 0 || its_class == kStale || visit(entries_[i], its_class)) continue;
+                walk_.entry = i + 1;
+                return;
             }
         }
-        if (is_front) first_ = s + 1;
     }
 }
 

@@ -28,7 +28,7 @@ from nestpipe.embedding.route import OwnerDedup
 from nestpipe.store import Store, Writer, match_tables
 from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords, Use
 
-_THREADS_BESIDE = 2
+_THREADS_BESIDE = 4
 """Threads that see to the slots while the host store gathers. They need less time than it does."""
 
 
