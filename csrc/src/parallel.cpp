@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -18,13 +19,14 @@ constexpr int64_t kWorthBytes = int64_t{4} << 20;    // less is done before a he
 constexpr int64_t kPieceBytes = int64_t{128} << 10;  // some microseconds of work
 constexpr int64_t kPiecesAThread = 8;
 constexpr int64_t kLeastItems = 64, kMostItems = 4096;
+constexpr auto kMoment = std::chrono::microseconds(30);
 
 struct Loop {
     const std::function<void(int64_t, int64_t)>& body;
     int64_t count;
     int64_t grain;
     std::atomic<int64_t> next{0};
-    int32_t num_helping = 0;  // guarded by the pool's mutex
+    std::atomic<int32_t> num_helping{0};  // changes under the pool's mutex
 
     void work() {
         for (int64_t begin; (begin = next.fetch_add(grain)) < count;) body(begin, std::min(begin + grain, count));
@@ -41,8 +43,9 @@ class Pool {
             for (int32_t i = 0; i < num_helpers; ++i) waiting_.push_back(&loop);
         } catch (const std::exception&) {  // no thread or no memory: fewer helpers, and the same work
         }
-        wake_.notify_all();
+        for (int32_t i = 0; i < num_helpers; ++i) wake_.notify_one();  // not those whom there is nothing for
         loop.work();
+        wait_a_moment(loop);
         std::unique_lock lock(mutex_);
         num_wanted_ -= num_helpers;
         waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &loop), waiting_.end());
@@ -50,6 +53,13 @@ class Pool {
     }
 
  private:
+    // Helpers are at their last pieces, which takes less time than going to sleep and being woken.
+    static void wait_a_moment(const Loop& loop) {
+        const auto end = std::chrono::steady_clock::now() + kMoment;
+        while (loop.num_helping > 0 && std::chrono::steady_clock::now() < end) {
+        }
+    }
+
     void start_threads(int32_t num_threads) {
         while (num_started_ < num_threads) {
             std::thread([this] { help_forever(); }).detach();  // lives as long as the process

@@ -43,7 +43,7 @@ void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const ne
     append_uses(batch, blocks, used);
     last_batch_ = batch;
     ++admission_;
-    order_.begin_walk(slots_, num_threads_);
+    order_.begin_walk();
 }
 
 void Slots::list_missing(const KeysByTable& keys, const std::vector<Block>& blocks,

@@ -25,11 +25,6 @@ void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_thread
     if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 16);
 }
 
-void UseOrder::begin_walk(const SlotArray& slots, int32_t num_threads) {
-    drop_front(slots, num_threads);
-    walk_ = {first_, 0};
-}
-
 void UseOrder::drop_front(const SlotArray& slots, int32_t num_threads) {
     size_t num_looks = kLeastLooks;
     for (; first_ < segments_.size(); ++first_) {

@@ -38,7 +38,7 @@ class UseOrder {
 
     // Begins a walk through the slots, least recently used first and within a batch in the order in which they were
     // appended.
-    void begin_walk(const SlotArray& slots, int32_t num_threads);
+    void begin_walk() { walk_ = {first_, 0}; }
 
     // Goes on with the walk: calls visit(slot, class_of(slot)) for slots whose last use is a batch before end_batch and
     // whose class is not 0, until it returns false. num_wanted: about so many will be visited. Threads share the look
@@ -96,19 +96,23 @@ class UseOrder {
 template <typename ClassOf, typename Visit>
 void UseOrder::walk(int64_t end_batch, const SlotArray& slots, int64_t num_wanted, int32_t num_threads,
                     const ClassOf& class_of, Visit&& visit) {
+    bool is_front = walk_.segment == first_ && walk_.entry == 0;  // no entry so far counts
     size_t num_looks = std::clamp(static_cast<size_t>(num_wanted), kLeastLooks, kMostLooks);
     for (; walk_.segment < segments_.size() && segments_[walk_.segment].batch < end_batch; ++walk_.segment) {
-        const Segment& segment = segments_[walk_.segment];
+        Segment& segment = segments_[walk_.segment];
         for (size_t first = std::max(walk_.entry, segment.begin), end; first < segment.end; first = end) {
             end = end_of_looks(segment, first, num_looks);
             look(segment, first, end, slots, num_threads, class_of);
             for (size_t i = first; i < end; ++i) {
                 const uint8_t its_class = classes_[i - first];
+                is_front &= its_class == kStale;
+                if (is_front) segment.begin = i + 1;
                 if (its_class == 0 || its_class == kStale || visit(entries_[i], its_class)) continue;
                 walk_.entry = i + 1;
                 return;
             }
         }
+        if (is_front) first_ = walk_.segment + 1;
     }
 }
 
