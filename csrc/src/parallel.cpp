@@ -19,7 +19,8 @@ constexpr int64_t kWorthBytes = int64_t{4} << 20;    // less is done before a he
 constexpr int64_t kPieceBytes = int64_t{128} << 10;  // some microseconds of work
 constexpr int64_t kPiecesAThread = 8;
 constexpr int64_t kLeastItems = 64, kMostItems = 4096;
-constexpr auto kMoment = std::chrono::microseconds(30);
+constexpr auto kMoment = std::chrono::microseconds(100);
+constexpr int32_t kManyCores = 8;
 
 struct Loop {
     const std::function<void(int64_t, int64_t)>& body;
@@ -41,23 +42,34 @@ class Pool {
             num_wanted_ += num_helpers;
             start_threads(std::max(num_helpers, std::min(num_wanted_, num_cores_ - 1)));
             for (int32_t i = 0; i < num_helpers; ++i) waiting_.push_back(&loop);
+            num_open_ += num_helpers;
         } catch (const std::exception&) {  // no thread or no memory: fewer helpers, and the same work
         }
-        for (int32_t i = 0; i < num_helpers; ++i) wake_.notify_one();  // not those whom there is nothing for
+        for (int32_t i = num_watching_; i < num_helpers; ++i) wake_.notify_one();
         loop.work();
-        wait_a_moment(loop);
+        for_a_moment([&] { return loop.num_helping == 0; });
         std::unique_lock lock(mutex_);
         num_wanted_ -= num_helpers;
         waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), &loop), waiting_.end());
+        if (waiting_.empty()) num_open_ = 0;
         helped_.wait(lock, [&] { return loop.num_helping == 0; });
     }
 
  private:
-    // Helpers are at their last pieces, which takes less time than going to sleep and being woken.
-    static void wait_a_moment(const Loop& loop) {
+    // Waits as long as it would take to go to sleep and to be woken: helpers are at their last pieces, and a loop is
+    // often followed by another. With few cores, another thread may need this one.
+    template <typename IsDone>
+    void for_a_moment(IsDone&& is_done) const {
+        if (num_cores_ < kManyCores) return;
         const auto end = std::chrono::steady_clock::now() + kMoment;
-        while (loop.num_helping > 0 && std::chrono::steady_clock::now() < end) {
+        while (!is_done() && std::chrono::steady_clock::now() < end) {
         }
+    }
+
+    // Whether there was a place for a helper. It is taken, so that others who watch do not come in vain.
+    bool take_open() {
+        int32_t num_open = num_open_;
+        return num_open > 0 && num_open_.compare_exchange_strong(num_open, num_open - 1);
     }
 
     void start_threads(int32_t num_threads) {
@@ -73,17 +85,25 @@ class Pool {
             wake_.wait(lock, [&] { return !waiting_.empty(); });
             Loop* loop = waiting_.front();
             waiting_.pop_front();
+            if (waiting_.empty()) num_open_ = 0;
             ++loop->num_helping;
             lock.unlock();
             loop->work();
             lock.lock();
             if (--loop->num_helping == 0) helped_.notify_all();
+            lock.unlock();
+            ++num_watching_;
+            for_a_moment([&] { return take_open(); });
+            --num_watching_;
+            lock.lock();
         }
     }
 
     std::mutex mutex_;
     std::condition_variable wake_, helped_;
     std::deque<Loop*> waiting_;
+    std::atomic<int32_t> num_open_{0};      // about as many as are waiting: a hint for those who watch
+    std::atomic<int32_t> num_watching_{0};  // helpers who look for the next loop before they go to sleep
     const int32_t num_cores_ = static_cast<int32_t>(std::thread::hardware_concurrency());
     int32_t num_wanted_ = 0;  // by the loops that run now: each finds helpers, as long as there are cores
     int32_t num_started_ = 0;
