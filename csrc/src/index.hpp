@@ -26,7 +26,11 @@ class Index {
     uint32_t find(uint64_t place) const { return first_not_below(place).row_of(place); }
 
     void prefetch(uint64_t place) const { nestpipe::prefetch(lines_ + home(place)); }
-    void prefetch_to_write(uint64_t place) const { nestpipe::prefetch_to_write(lines_ + home(place)); }
+    // For insert and erase: a full line hands rows on to the next one, or takes them back.
+    void prefetch_to_write(uint64_t place) const {
+        nestpipe::prefetch_to_write(lines_ + home(place));
+        nestpipe::prefetch(lines_ + home(place) + 1);
+    }
 
     // Makes room for `rows` in all. May throw Error(NESTPIPE_OUT_OF_MEMORY); then nothing has changed.
     void reserve(uint64_t rows) {
