@@ -65,27 +65,31 @@ void test_order_of_victims() {
     CHECK(pool.admit(Keys({range(30, 38), {}}), 6, 4).slots == List({1, 2, 3, 4, 5, 6, 7, 0}));
 }
 
-// Keys of a batch that are given slots some at a time: no slot is given twice, whether its record has left or not.
-void test_stretches() {
-    Pool pool(6);
-    OK(pool.settle(pool.retrieve(one(range(0, 6)), 1, 1).slots, 3));  // all are dirty
-    Admission room = Admission::room(5, 1);
-    OK(pool.use_into(room, one({2, 10, 11, 12, 13}), 2));
-    CHECK(room.slots[0] == 2 && room.missing_offsets.back() == 4);
-    List slots(2);
-    const auto assign = [&](int64_t first) {
+// Keys of a batch that are given slots some at a time: no slot is given twice, whether its record has left or not. Nor
+// if the order of uses is compacted meanwhile, which happens after one of these numbers of batches: fails if
+// choose_victims does not ask is_awaited_by.
+void test_stretches(int64_t num_batches) {
+    Pool pool(100);
+    OK(pool.settle(pool.retrieve(one(range(0, 10)), 1, 1).slots, 3));  // all are dirty
+    for (int64_t batch = 2; batch < num_batches; ++batch) pool.admit(one({2}), batch, batch);
+    Admission room = Admission::room(96, 1);
+    OK(pool.use_into(room, one(joined({2}, range(100, 195))), num_batches));
+    CHECK(room.slots[0] == 2 && room.missing_offsets.back() == 95);
+    const auto assign = [&](int64_t first, int64_t count) {
+        List slots(at(count));
         const nestpipe_slot_records leaving = room.leaving.native();
-        return nestpipe_slots_assign(pool.slots, 2, 2, room.missing.data() + first, 2, slots.data(), room.slots.data(),
-                                     5, &leaving);
+        OK(nestpipe_slots_assign(pool.slots, num_batches, num_batches, room.missing.data() + first, count, slots.data(),
+                                 room.slots.data(), 96, &leaving));
+        return slots;
     };
-    OK(assign(0));
-    CHECK(slots == List({0, 1}));
-    OK(assign(2));
-    CHECK(slots == List({3, 4}) && room.slots == List({2, 0, 1, 3, 4}));
+    CHECK(assign(0, 92) == joined(range(10, 100), {0, 1}));
+    OK(pool.fill(one(range(100, 190)), range(10, 100), num_batches));
     OK(pool.evict({0}));
+    CHECK(assign(92, 3) == List({3, 4, 5}));
+    CHECK(room.slots == joined({2}, joined(range(10, 100), {0, 1, 3, 4, 5})));
     // The batch is given up. What has not left may be chosen again, by another batch.
     OK(pool.release({0}));
-    CHECK(pool.admit(one(range(20, 25)), 3, 3).slots == List({0, 1, 3, 4, 5}));
+    CHECK(pool.admit(one(range(20, 28)), num_batches + 1, num_batches).slots == List({0, 1, 3, 4, 5, 6, 7, 8}));
 }
 
 // A slot that a failed admission has used is a victim later, once, and not before its batch is out of flight.
@@ -217,7 +221,7 @@ void test_refusals() {
 int main() {
     test_a_batch();
     test_order_of_victims();
-    test_stretches();
+    for (const int64_t num_batches : {2, 4200, 4240, 4280}) test_stretches(num_batches);
     test_too_few_slots();
     test_claims();
     test_refusals();

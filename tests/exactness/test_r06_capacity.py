@@ -1,6 +1,6 @@
 """R6: the result does not depend on the capacity of the row pool, from the fewest slots to room for every row.
 
-Fails if _Swap.assign returns slots in another order than that of the missing keys (`slots.flip(0)`), if
+Fails if _SwapStretch has slots in another order than that of the missing keys (`assignment.slots.flip(0)`), if
 SlotIndex.settle marks only the first slot (`slots[:1]`), if _SwapStretch.scatter writes nothing, or if the slots that
 LocalBatch sends from are those of another batch.
 """
