@@ -56,6 +56,7 @@ def test_every_order_gives_the_rows_of_plain_training() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # half a minute on an idle machine
 def test_every_order_gives_the_rows_of_plain_training_in_many_runs() -> None:
     """Fails as the test above does."""
     play(range(NUM_RUNS, 21 * NUM_RUNS))
