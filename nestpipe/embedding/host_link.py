@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, Streams, is_accelerator, mark, use_here, wait_for
+from nestpipe.device.streams import Mark, Streams, is_accelerator, mark, wait_for
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import host_empty
 from nestpipe.embedding.memory import HostCall, Swap
@@ -41,6 +41,7 @@ class HostLink:
     def drain(self, records: Tensor, slots: Tensor | None, scatter: HostCall) -> None:
         """See Memory.drain_records."""
         stretches = _stretches(records, len(records if slots is None else slots))
+        self._outgoing.begin()
         for k in range(-1, len(stretches)):
             if k + 1 < len(stretches):  # travels while the host store works on the one before
                 self._outgoing.copy(k + 1, records, stretches[k + 1] if slots is None else slots[stretches[k + 1]])
@@ -50,6 +51,7 @@ class HostLink:
     def swap(self, records: Tensor, swap: Swap) -> None:
         """See Memory.swap_records. Another thread sees to the slots, while this one gathers and scatters."""
         stretches = _stretches(records, swap.num_arriving)
+        self._outgoing.begin()
         submit = self._beside.submit if len(stretches) > 1 else _at_once  # waking a thread takes a tenth of a ms
         assigned, filled = [submit(swap.assign, stretch) for stretch in stretches[:1]], list[Future[None]]()
         try:
@@ -121,28 +123,31 @@ class _Outgoing:
     """Records on their way to the host store, in a stream of their own: the other direction goes on meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._memory = _Stretch(device), _Stretch(device)
         self._copied = [torch.empty(0), torch.empty(0)]
         self._streams = Streams(device)
+        self._begun: Mark = None
+
+    def begin(self) -> None:
+        """Notes that all records that will leave have been written by work that the calling thread's stream waits for.
+        Later work of that stream, such as copies in the other direction, is not waited for."""
+        self._begun = mark(self._device)
 
     def copy(self, k: int, records: Tensor, slots: Tensor | slice) -> None:
         """Begins to copy stretch k from its slots."""
-        places = slots if isinstance(slots, slice) else _uploaded(slots, records.device)
-        begun = mark(records.device)  # records may still be written by work that this stream waits for
-        num_records = places.stop - places.start if isinstance(places, slice) else len(places)
-        copied = self._memory[k % 2].records(num_records, records)
+        memory, num_records = self._memory[k % 2], _length(slots)
+        copied = self._copied[k % 2] = memory.records(num_records, records)
         with self._streams.on_lane("out"):
-            wait_for(begun)
-            if isinstance(places, slice):
-                source = records[places]
+            wait_for(self._begun)
+            if isinstance(slots, slice):
+                source = records[slots]
             else:
-                use_here(places)
-                source = torch.empty_like(copied, device=records.device)
+                source = torch.empty_like(copied, device=self._device)
                 embedding_memory.add(source)
-                row_kernels.copy_rows(records, places, source, None)
+                row_kernels.copy_rows(records, _uploaded(slots, self._device), source, None)
             copied.copy_(source, non_blocking=True)
-            self._memory[k % 2].done = mark(records.device)
-        self._copied[k % 2] = copied
+            memory.done = mark(self._device)
 
     def scatter(self, k: int, stretch: slice, scatter: HostCall) -> None:
         """Writes stretch k to the host store."""
@@ -153,6 +158,10 @@ class _Outgoing:
 def _stretches(records: Tensor, number: int) -> list[slice]:
     per_stretch = max(1, STRETCH_BYTES // (records.shape[1] * records.itemsize))
     return [slice(first, min(first + per_stretch, number)) for first in range(0, number, per_stretch)]
+
+
+def _length(slots: Tensor | slice) -> int:
+    return slots.stop - slots.start if isinstance(slots, slice) else len(slots)
 
 
 def _uploaded(slots: Tensor, device: torch.device) -> Tensor:
