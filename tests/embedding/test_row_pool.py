@@ -6,6 +6,7 @@ step of the last batch, or if RowPool.open keeps rows after writes of others.
 """
 
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -134,11 +135,12 @@ class RefusedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("fails_at", ["gather_tables", "scatter_tables"])
+@pytest.mark.parametrize("fails_at", ["gather_tables", "scatter_tables", "assign", "fill"])
 def test_a_failed_retrieve_loses_nothing(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store fails in the second stretch. Later batches find every row and every slot.
+    """The store or the index fails in the second stretch. Later batches find every row and every slot.
 
-    Fails if GroupPool.retrieve does not release slots, or releases those of victims that were not written.
+    Fails if GroupPool.retrieve does not release slots, or releases those of victims that were not written, or if
+    HostLink.swap does not wait for the other thread before it raises.
     """
     group, memory = group_of(5, Adagrad(0.1)), as_on_a_device(monkeypatch)
     store, expected = store_of(group), store_of(group)
@@ -150,7 +152,9 @@ def test_a_failed_retrieve_loses_nothing(fails_at: str, monkeypatch: pytest.Monk
         step += 1
         train(batch, expected, step)
         pool.settle(batch, step)
-    calls, original = [], getattr(store, fails_at)
+    index = pool._groups[0].index
+    calls, owner = [], store if fails_at.endswith("tables") else index
+    original = getattr(owner, fails_at)
 
     def fails(*arguments):
         calls.append(0)
@@ -158,10 +162,16 @@ def test_a_failed_retrieve_loses_nothing(fails_at: str, monkeypatch: pytest.Monk
             raise RefusedError
         return original(*arguments)
 
+    def slow(*arguments, assign=index.assign):
+        time.sleep(0.02)  # another thread does this meanwhile
+        return assign(*arguments)
+
     with monkeypatch.context() as patch:
-        patch.setattr(store, fails_at, fails)
+        patch.setattr(index, "assign", slow)
+        patch.setattr(owner, fails_at, fails)
         with pytest.raises(RefusedError):
             pool.retrieve([owned_keys(group, [], range(30), [])])
+    assert index.num_free + index.num_resident == 40
     for first in (0, 20):
         batch = pool.retrieve([owned_keys(group, range(first, first + 20), range(20), [])])
         for name, keys, places in by_table(batch.groups[0]):
