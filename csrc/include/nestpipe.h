@@ -14,9 +14,10 @@
  *
  * Threads
  *   Any function may be called from any thread at any time, except nestpipe_store_destroy, which must be the last
- *   call on its store. Per table, calls that read (gather, find, size, export, count, digest, memory) run side by
- *   side, calls that write (scatter, import, erase, reserve) alone. A reader that comes late may overtake a waiting
- *   writer. A forked child may use a store only if no call on it was under way in another thread at the fork.
+ *   call on its store. Per table, calls that read (gather, find, size, export, count, digest, memory, next and
+ *   preserve of a snapshot) run side by side, calls that write (scatter, import, erase, reserve, begin and end of a
+ *   snapshot) alone. A reader that comes late may overtake a waiting writer. A forked child may use a store only if no
+ *   call on it was under way in another thread at the fork.
  */
 #ifndef NESTPIPE_H
 #define NESTPIPE_H
@@ -34,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 10
+#define NESTPIPE_ABI_VERSION 11
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -235,6 +236,54 @@ NESTPIPE_API nestpipe_status nestpipe_import(nestpipe_store* store, int32_t tabl
  * key as 8 bytes, everything little-endian. Parts of several ranks add up. digest: 32 bytes, little-endian. */
 NESTPIPE_API nestpipe_status nestpipe_digest(nestpipe_store* store, int32_t table, uint8_t digest[32],
                                              int32_t num_threads);
+
+/* ---- snapshots ----------------------------------------------------------------------------------------------- */
+
+/* A snapshot copies the rows of a table as they are when it begins, while other threads go on writing to the table.
+ * At most one is under way for a table. One caller takes the rows of the pass by `next`, until it is done. Whoever is
+ * about to scatter, import or erase keys first calls `preserve` with them, which copies those that the pass has not
+ * reached. Together the two give each row of the snapshot once.
+ *
+ * The first snapshot of a table must be complete. From then on every scatter, import and erase marks what it changes,
+ * and a later one may have the rows that were written since the one before began, and the keys erased since then. A
+ * key that was erased and written again is in both: apply the erased keys first. */
+
+/* Arrays that receive rows. */
+typedef struct nestpipe_rows {
+    int64_t* keys;       /* [capacity] */
+    void* records;       /* [capacity, num_columns] */
+    int64_t* steps;      /* [capacity] */
+    int64_t capacity;    /* >= 1 */
+    int64_t num_columns; /* dim + state_width */
+} nestpipe_rows;
+
+/* num_rows, num_erased: of the snapshot. changed_only: 0 for a complete one. */
+NESTPIPE_API nestpipe_status nestpipe_snapshot_begin(nestpipe_store* store, int32_t table, int32_t changed_only,
+                                                     int64_t* num_rows, int64_t* num_erased);
+
+/* keys [num_erased], as many as `begin` said. */
+NESTPIPE_API nestpipe_status nestpipe_snapshot_erased(nestpipe_store* store, int32_t table, int64_t num_erased,
+                                                      int64_t* keys);
+
+/* Copies the next rows of the pass, ordered by shard. The buckets are divided evenly among num_shards_in_world shards:
+ * bucket b is in shard b * num_shards_in_world / 65536. All rows must be in the num_shards shards from first_shard on.
+ *   counts  [num_shards] rows of each shard
+ *   is_done 1 when the pass has reached the end; before that, even a call that copies nothing is no end */
+NESTPIPE_API nestpipe_status nestpipe_snapshot_next(nestpipe_store* store, int32_t table, int64_t num_shards_in_world,
+                                                    int64_t first_shard, int64_t num_shards, const nestpipe_rows* out,
+                                                    int64_t* counts, int64_t* num_rows, int32_t* is_done);
+
+/* Copies the rows of the first *num_done keys that the snapshot still needs: all keys, or as many as `out` has room
+ * for. Without a snapshot it does nothing. */
+NESTPIPE_API nestpipe_status nestpipe_snapshot_preserve(nestpipe_store* store, int32_t table, const int64_t* keys,
+                                                        int64_t num_keys, const nestpipe_rows* out, int64_t* num_rows,
+                                                        int64_t* num_done);
+
+/* Ends a snapshot, done or not. Without one it does nothing. */
+NESTPIPE_API nestpipe_status nestpipe_snapshot_end(nestpipe_store* store, int32_t table);
+
+/* CRC-32C of bytes that follow others, whose checksum is `before`; 0 for the first ones. */
+NESTPIPE_API nestpipe_status nestpipe_crc32c(const void* data, int64_t num_bytes, uint32_t before, uint32_t* checksum);
 
 /* ---- key operations that need no store ----------------------------------------------------------------------- */
 

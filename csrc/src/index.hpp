@@ -51,12 +51,20 @@ class Index {
     // Calls visit(place, row) for first <= place <= last, ascending.
     template <typename Visit>
     void for_each(uint64_t first, uint64_t last, Visit&& visit) const {
+        for_each_while(first, [&](uint64_t place, uint32_t row) {
+            if (place > last) return false;
+            visit(place, row);
+            return true;
+        });
+    }
+
+    // The same from `first` on, until visit returns false.
+    template <typename Visit>
+    void for_each_while(uint64_t first, Visit&& visit) const {
         auto [line, slot] = first_not_below(first);
         for (; line < lines_ + num_lines_ || !line->is_empty(); ++line, slot = 0)
-            for (; slot < kSlots && line->row_plus_one[slot] != 0; ++slot) {
-                if (~line->inverse[slot] > last) return;
-                visit(~line->inverse[slot], line->row_plus_one[slot] - 1);
-            }
+            for (; slot < kSlots && line->row_plus_one[slot] != 0; ++slot)
+                if (!visit(~line->inverse[slot], line->row_plus_one[slot] - 1)) return;
     }
 
     uint64_t bytes_in_use() const { return num_lines_ * sizeof(Line); }

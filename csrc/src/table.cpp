@@ -31,7 +31,7 @@ nestpipe_memory_report Table::memory() const {
     report.num_rows = size_unlocked();
     report.record_bytes = record_bytes_;
     report.payload_bytes = report.num_rows * record_bytes_;
-    report.metadata_bytes = num_used_ * static_cast<int64_t>(sizeof(int64_t));
+    report.metadata_bytes = num_used_ * static_cast<int64_t>(sizeof(int64_t)) + static_cast<int64_t>(changed_.bytes());
     report.index_bytes = static_cast<int64_t>(index_.bytes_in_use());
     report.erased_bytes = static_cast<int64_t>(free_rows_.size()) * record_bytes_;
     report.mapped_bytes = static_cast<int64_t>(index_.mapped_bytes() + arena_.mapped_bytes());
@@ -50,6 +50,7 @@ uint32_t Table::take_row() {
     if (free_rows_.empty()) {
         index_.reserve(static_cast<uint64_t>(size_unlocked()) + 1);
         arena_.reserve(static_cast<uint64_t>(num_used_) + 1);
+        if (marks_changes_) changed_.resize(num_used_ + 1);
         return static_cast<uint32_t>(num_used_++);
     }
     const uint32_t row = free_rows_.back();
@@ -77,11 +78,17 @@ int64_t Table::erase(const int64_t* keys, int64_t num_keys) {
     WriteLock lock(mutex_);
     const size_t most = free_rows_.size() + static_cast<size_t>(std::min(num_keys, size_unlocked()));
     if (most > free_rows_.capacity()) free_rows_.reserve(std::max(most, 2 * free_rows_.capacity()));
+    if (marks_changes_) erased_keys_.reserve(erased_keys_.size() + most - free_rows_.size());
     int64_t num_erased = 0;
     for (int64_t i = 0; i < num_keys; ++i) {
         const uint32_t row = index_.erase(place(keys[i]));
         if (row == Index::kNoRow) continue;
         free_rows_.push_back(row);
+        if (marks_changes_) {
+            erased_keys_.push_back(keys[i]);
+            changed_.clear(row);
+        }
+        if (snapshot_) snapshot_->pending.clear(row);
         ++num_erased;
     }
     return num_erased;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
@@ -12,6 +13,7 @@
 #include "initial.hpp"
 #include "mix.hpp"
 #include "nestpipe.h"
+#include "row_bits.hpp"
 
 namespace nestpipe {
 
@@ -38,6 +40,26 @@ class Table {
                       const char* records, const int64_t* steps, int32_t num_threads);
     int64_t erase(const int64_t* keys, int64_t num_keys);
     void reserve(int64_t num_rows);
+
+    // Even ranges of buckets. The table has rows of num_own of them, from `first` on.
+    struct Shards {
+        int64_t num_in_world;
+        int64_t first;
+        int64_t num_own;
+    };
+    // Arrays that receive rows.
+    struct Rows {
+        int64_t capacity;
+        int64_t* keys;
+        char* records;
+        int64_t* steps;
+    };
+    // Snapshots, in snapshot.cpp.
+    void begin_snapshot(bool changed_only, int64_t* num_rows, int64_t* num_erased);
+    void copy_erased(int64_t capacity, int64_t* keys) const;
+    int64_t next_rows(const Shards& shards, const Rows& out, int64_t* counts, bool* is_done);
+    int64_t preserve(const int64_t* keys, int64_t num_keys, const Rows& out, int64_t* num_done);
+    void end_snapshot();
 
  private:
     friend class Tables;
@@ -82,6 +104,23 @@ class Table {
     Arena arena_;
     int64_t num_used_ = 0;             // records [0, num_used_) of the arena are taken or free
     std::vector<uint32_t> free_rows_;  // erased, to be used again, last first
+
+    // Marks of what changes between two snapshots. Kept from the first snapshot on.
+    bool marks_changes_ = false;
+    RowBits changed_;
+    std::vector<int64_t> erased_keys_;  // some may have been inserted again
+
+    struct Snapshot {
+        RowBits pending;  // rows of the snapshot that were not copied yet
+        int64_t num_pending = 0;
+        uint64_t next_place = 0;  // of the pass over the index
+        bool is_done = false;     // the pass has reached the end
+        std::vector<int64_t> erased_keys;
+    };
+    void copy_row(uint64_t place, uint32_t row, int64_t i, const Rows& out) const;
+
+    std::mutex snapshot_mutex_;  // taken after mutex_; guards the snapshot against other readers of the table
+    std::unique_ptr<Snapshot> snapshot_;
 };
 
 }  // namespace nestpipe

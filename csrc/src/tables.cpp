@@ -227,9 +227,10 @@ void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, 
                     if (records.places != nullptr) prefetch_lines(records[i], bytes);
                 },
                 [&](int64_t i) {
-                    const Arena& arena = writing(i).arena_;
-                    copy(arena.record(rows[i]), records[i], bytes);
-                    *arena.step(rows[i]) = steps != nullptr ? steps[i] : step;
+                    Table& table = writing(i);
+                    copy(table.arena_.record(rows[i]), records[i], bytes);
+                    *table.arena_.step(rows[i]) = steps != nullptr ? steps[i] : step;
+                    if (table.marks_changes_) table.changed_.set(rows[i]);
                 });
         });
         finish_streaming();

@@ -22,8 +22,8 @@ from nestpipe.bench.harness.pairs import spread, take_turns
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.optim import Adagrad, Adam, RowOptimizer
-from nestpipe.embedding.table import Feature, Pooled, Table, tables_of
-from nestpipe.pipelining.pipeline import make_store, pipeline
+from nestpipe.embedding.table import Feature, Pooled, Table, make_store, tables_of
+from nestpipe.pipelining.pipeline import pipeline
 
 SEED = 1
 TABLE_SIZES = (250_000,) * 2 + (100_000,) * 4 + (5_000,) * 20

@@ -19,7 +19,7 @@ from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.pairs import alternate, one_thread, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
@@ -130,7 +130,7 @@ class Rank:
         self._exchange = DistributedExchange(*channels, self._memory)
         keys = self._dedup()
         self._channel.own_keys = _own_message(keys)
-        route = self._exchange.route(keys, features)
+        route = self._exchange.route(keys, features, Notice())
         assert route is not None
         owned = route.owner_dedups[0]
         assert 2 * len(owned.keys) == len(owned.key_index), "every owned key is asked for by two ranks"
@@ -152,7 +152,7 @@ class Rank:
         with _Timed(times, "dedup", self._channels):
             keys = self._dedup()
         with _Timed(times, "route", self._channels):
-            route = self._exchange.route(keys, self._features)
+            route = self._exchange.route(keys, self._features, Notice())
         assert route is not None
         with _Timed(times, "plan", self._channels):
             plan = self._exchange.plan(route, "once")

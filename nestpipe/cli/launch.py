@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from nestpipe.cli.sigterm import Sigterm
+from nestpipe.distributed.beat import Beat, beat_key, happened_here
 from nestpipe.distributed.child import die_with_parent
 from nestpipe.distributed.link import prefix_of
-from nestpipe.distributed.monitor import FAILED, lines_of
+from nestpipe.distributed.monitor import FAILED, PRESENT, lines_of
 from nestpipe.distributed.sockets import FILES_OF_A_STORE, reserve_files
 
 GRACE_SECONDS = 10.0
@@ -27,19 +29,21 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
         return 1
     # This process holds the store, not rank 0, so the text of a failure can be read whichever rank has died.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [_start(rank, num_ranks, store.port, arguments) for rank in range(num_ranks)]
+    watched = PrefixStore(prefix_of(1), store)
     interrupted = False
-    try:
-        _wait(ranks)
-        _report(store, ranks)
-        _wait(ranks, time.monotonic() + GRACE_SECONDS)
-    except KeyboardInterrupt:
-        interrupted = True
-        for rank in ranks:
-            rank.send_signal(signal.SIGINT)
-        _wait(ranks, time.monotonic() + GRACE_SECONDS)
-    finally:
-        _end(ranks)
+    with Sigterm() as sigterm:
+        ranks = [_start(rank, num_ranks, store.port, arguments) for rank in range(num_ranks)]
+        try:
+            _wait(ranks, passes_on=_PassesOn(sigterm, watched, ranks))
+            _report(watched, ranks)
+            _wait(ranks, time.monotonic() + GRACE_SECONDS)
+        except KeyboardInterrupt:
+            interrupted = True
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)
+            _wait(ranks, time.monotonic() + GRACE_SECONDS)
+        finally:
+            _end(ranks)
     codes = [rank.returncode for rank in ranks if rank.returncode != 0]
     if interrupted:
         return 128 + signal.SIGINT
@@ -63,20 +67,53 @@ def _start(rank: int, num_ranks: int, port: int, arguments: Sequence[str]) -> su
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float | None = None) -> None:
+class _PassesOn:
+    """Passes the SIGTERM of this process on to all ranks, once, when all of them can handle it.
+
+    Before a rank has started, it would end it: the others would then report a lost rank instead of stopping.
+    """
+
+    def __init__(self, sigterm: Sigterm, watched: PrefixStore, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self._sigterm = sigterm
+        self._watched = watched
+        self._ranks = ranks
+        self._is_done = False
+
+    def __call__(self) -> None:
+        if self._sigterm.is_received and not self._is_done and self._watched.add(PRESENT, 0) >= len(self._ranks):
+            self._is_done = True
+            for rank in self._ranks:
+                rank.send_signal(signal.SIGTERM)
+
+
+def _wait(
+    ranks: list[subprocess.Popen[bytes]],
+    deadline: float | None = None,
+    passes_on: Callable[[], None] = lambda: None,
+) -> None:
     """Waits until all ranks have ended, or until the deadline; without a deadline, until a rank has failed."""
     while None in (codes := [rank.poll() for rank in ranks]):  # polls every rank, as the first may never end
         if time.monotonic() > deadline if deadline is not None else any(codes):
             return
+        passes_on()
         time.sleep(0.05)
 
 
-def _report(store: TCPStore, ranks: list[subprocess.Popen[bytes]]) -> None:
+def _report(watched: PrefixStore, ranks: list[subprocess.Popen[bytes]]) -> None:
     """Tells the other ranks about ranks that failed without a report: they may not be connected to them yet."""
-    watched = PrefixStore(prefix_of(1), store)
-    ended = {number: _ending(rank.returncode) for number, rank in enumerate(ranks) if rank.poll()}
+    ended = {
+        number: f"{_ending(rank.returncode)} {_last_seen(watched, number)}"
+        for number, rank in enumerate(ranks)
+        if rank.poll()
+    }
     if ended and not (watched.check([FAILED]) and watched.get(FAILED)):
         watched.append(FAILED, lines_of(ended))  # type: ignore[attr-defined]
+
+
+def _last_seen(watched: PrefixStore, rank: int) -> str:
+    """Returns where and when a rank was last seen, or that it ended before its first heartbeat."""
+    key = beat_key(rank)
+    return Beat.decode(watched.get(key)).seen if watched.check([key]) else happened_here("before the start")
 
 
 def _ending(code: int) -> str:

@@ -6,6 +6,7 @@ import typer
 
 from nestpipe import __version__
 from nestpipe.cli.bench import app as bench_app
+from nestpipe.cli.checkpoint import app as checkpoint_app
 from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.list import list_entries
@@ -21,6 +22,7 @@ app.command()(evaluate)
 app.command(name="list")(list_entries)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nestpipe.recipe.run import AfterStep
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import FitResult
 
 
 @contextmanager

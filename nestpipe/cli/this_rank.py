@@ -4,24 +4,38 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import typer
 
-from nestpipe.distributed import RankError, World
+from nestpipe.checkpoint import CheckpointError
+from nestpipe.cli.sigterm import Sigterm
+from nestpipe.distributed import Notice, RankError, World
 from nestpipe.pipelining.commit import NonFiniteError
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.run import Summary
 from nestpipe.recipe.value import ConfigError
 from nestpipe.store.cores import usable_cores
-from nestpipe.train.checkpoint import CheckpointError
 
 EXPECTED = (ConfigError, CheckpointError, NonFiniteError, RankError, ValueError, OSError, MemoryError)
 """Errors whose text is enough. Any other is shown with its traceback."""
 
 
-def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Summary | None:
-    """Calls `work` with the resolved config and the world. Returns its result on rank 0, None on the others."""
+def on_this_rank(config: Config, work: Callable[[Config, World], Summary], trains: bool = False) -> Summary | None:
+    """Calls `work` with the resolved config and the world. Returns its result on rank 0, None on the others.
+
+    trains: a SIGTERM asks all ranks to stop training, from before the world exists until the work is done. Otherwise it
+    ends this process.
+    """
+    notice = Notice()
+    text = f"nestpipe: rank {os.environ.get('RANK', '0')}: SIGTERM received; stopping at the next step"
+    sigterm: AbstractContextManager[object] = Sigterm(notice, text) if trains else nullcontext()
+    with sigterm:
+        return _on_this_rank(config, work, notice)
+
+
+def _on_this_rank(config: Config, work: Callable[[Config, World], Summary], notice: Notice) -> Summary | None:
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(num_local_ranks, usable_cores())
     assert config.runtime.device is not None
@@ -36,6 +50,7 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary]) -> Su
         raise failed(RuntimeError(f"rank {os.environ.get('RANK', '0')}: {error}"), 1) from None
     except KeyboardInterrupt:
         raise failed(RuntimeError("interrupted (Ctrl-C) at the start"), 130) from None
+    world.notice = notice
     try:
         with world.watch.reporting():
             summary = work(config, world)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nestpipe.checkpoint import CheckpointError
 from nestpipe.cli.launch import launch
 from nestpipe.cli.progress import show_progress
 from nestpipe.cli.show import show_summary
@@ -21,7 +23,6 @@ from nestpipe.recipe.run import Summary, run
 from nestpipe.recipe.text import describe, load_config
 from nestpipe.recipe.trace_file import parse_steps
 from nestpipe.recipe.value import ConfigError
-from nestpipe.train.checkpoint import CheckpointError
 
 
 def train(
@@ -61,9 +62,13 @@ def train(
         raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = on_this_rank(config, lambda resolved, world: _run(resolved, world, console, trace, steps, fresh))
+    summary = on_this_rank(
+        config, lambda resolved, world: _run(resolved, world, console, trace, steps, fresh), trains=True
+    )
     if summary is None:
         return
+    if summary["is_stop_requested"]:
+        raise typer.Exit(_stopped(config, summary))
     show_summary(summary, console)
     if path is not None:
         path.write_text(json.dumps(summary, indent=2) + "\n")
@@ -76,6 +81,16 @@ def _run(
         return run(config, world, None, trace, steps, fresh)
     with show_progress(config.train.steps, config.logging.every, console) as after_step:
         return run(config, world, after_step, trace, steps, fresh)
+
+
+def _stopped(config: Config, summary: Summary) -> int:
+    """Says that SIGTERM has stopped the run. Returns the exit code: 0 if the same command resumes it."""
+    where = f"stopped by SIGTERM after {summary['steps']} steps"
+    if config.checkpoint.dir is None:
+        print(f"nestpipe: {where}; checkpoint.dir is not set, so nothing was saved", file=sys.stderr, flush=True)
+        return 128 + signal.SIGTERM
+    print(f"nestpipe: {where}; the same command resumes from {config.checkpoint.dir}", file=sys.stderr, flush=True)
+    return 0
 
 
 def _traced_steps(trace: Path | None, text: str | None) -> range | None:

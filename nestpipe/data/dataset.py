@@ -229,6 +229,12 @@ class BatchSource(Iterator[Batch]):
             self.state = self._later_states.popleft()
             self._num_advanced += 1
 
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Moves the data to a saved state, if it has a method for that."""
+        if self._with_state is not None:
+            self._with_state.load_state(state)
+            self.state = self._state()
+
     def begin_run(self) -> None:
         """Makes `advance_to` count from the present state."""
         self._num_advanced = 0
@@ -255,6 +261,15 @@ class BatchReader(Iterator[Batch]):
 
     def stop(self) -> None:
         self._is_stopped = True
+
+    def state_after(self, num_batches: int) -> Mapping[str, Any] | None:
+        """Returns the data's state after this number of batches of the run; None if it has none."""
+        self._source.advance_to(num_batches)
+        return self._source.state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Moves the data to a saved state. No batch may have been read yet."""
+        self._source.load_state(state)
 
 
 def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:

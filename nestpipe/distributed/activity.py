@@ -4,6 +4,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+OWN_CODE = "the caller's own code"
+_PLACE = "_nestpipe_place"
+"""Attribute of an error: the place in which it was raised."""
+
 
 class Activity:
     """The places in the code that each thread has entered and not left.
@@ -31,6 +35,9 @@ class Activity:
         self.num_events += 1
         try:
             yield
+        except BaseException as error:
+            error.__dict__.setdefault(_PLACE, place)  # the innermost place comes first
+            raise
         finally:
             self.num_events += 1
             places.pop()
@@ -46,6 +53,10 @@ class Activity:
     def describe(self) -> tuple[bool, str]:
         """Returns whether this rank does nothing but wait for other ranks, and a text that says where it is."""
         innermost = {thread: places[-1] for thread, places in list(self._places.items()) if places}
-        caller = innermost.setdefault(self._caller, ("the caller's own code", False, False))
+        caller = innermost.setdefault(self._caller, (OWN_CODE, False, False))
         working = [place for place, is_remote, _ in innermost.values() if not is_remote]
         return not working, f"{self.where}, in {' and '.join(dict.fromkeys(working)) or caller[0]}"
+
+    def place_of(self, error: BaseException) -> str:
+        """Returns a text that says where an error was raised."""
+        return f"{self.where}, in {getattr(error, _PLACE, OWN_CODE)}"

@@ -7,5 +7,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Has the system terminate this child when its parent dies, however it dies. Call it before the program starts."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Has the system kill this child when its parent dies, however it dies. Call it before the program starts.
+
+    SIGKILL, because a rank that gets SIGTERM goes on until all ranks can stop."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,15 +1,17 @@
 """The monitor: the one thread of a rank that talks to the ranks' store. `watch.py` describes the protocol."""
 
 import json
+import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Any, Protocol, TypeVar
 
 from nestpipe.distributed.activity import Activity
+from nestpipe.distributed.beat import Beat, beat_key, beat_keys, clock, unchanged, with_last_seen
 
 T = TypeVar("T")
 
@@ -22,6 +24,10 @@ SHORTEST_TICK_SECONDS = 0.01
 """First tick while ranks connect; each following tick takes twice as long."""
 POLL_SECONDS = 0.1
 """Interval at which a waiting thread looks at the monitor."""
+STALL_PER_SLOW = 10
+"""A rank is called slow after this part of stall_seconds."""
+MOST_NAMED = 8
+"""Slow ranks that a warning names."""
 FAILED = "failed"
 """Key of all failures, one line each."""
 HEARD = "heard"
@@ -44,24 +50,6 @@ class TextStore(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
-@dataclass(frozen=True)
-class Beat:
-    """Heartbeat: the state that a rank publishes every few seconds."""
-
-    number: int
-    idle_seconds: float
-    """Time since its last progress."""
-    is_waiting: bool
-    """True if it does nothing but wait for other ranks."""
-    place: str
-    has_left: bool = False
-    """True if its world was closed, or its process ends."""
-
-    @staticmethod
-    def decode(data: bytes) -> "Beat":
-        return Beat(**json.loads(data))
-
-
 class Monitor:
     """Writes this rank's heartbeat, reads the next rank's and all failures, and makes the requests of other threads.
 
@@ -81,6 +69,8 @@ class Monitor:
         """True once every rank has started."""
         self.num_answers = 0
         """Answers of the store so far."""
+        self.holder_beat: Beat | None = None
+        """Last heartbeat of rank 0, which holds the store unless another process does."""
         self.error: str | None = None
         """Reason for which the store is closed to this rank."""
         self._store = store
@@ -90,7 +80,7 @@ class Monitor:
         self._is_stopping = False
         self._num_ticks = self._num_beats = 0
         self._idle_seconds, self._num_events, self._counted_at = 0.0, -1, time.monotonic()
-        self._next_look_seconds = 0.0
+        self._next_look_seconds, self._has_warned = 0.0, False
         self._silent_seconds, self._next_beat, self._read_at = 0.0, b"", time.monotonic()
         self._suspects: list[bytes] | None = None
         self._thread = Thread(target=self._run, name="nestpipe-monitor", daemon=True)
@@ -132,11 +122,11 @@ class Monitor:
 
     def beats(self, limit_seconds: float) -> list[bytes]:
         """Returns the last heartbeat of every rank."""
-        return self.ask(lambda store: store.multi_get(_beat_keys(self.size)), limit_seconds)
+        return self.ask(lambda store: store.multi_get(beat_keys(self.size)), limit_seconds)
 
     def missing_in(self, store: TextStore) -> list[int]:
         """Request for `ask`: returns the ranks that have not started."""
-        return [rank for rank in range(self.size) if not store.check([_beat_key(rank)])]
+        return [rank for rank in range(self.size) if not store.check([beat_key(rank)])]
 
     def read_failures(self, limit_seconds: float) -> dict[int, str]:
         """Reads the failures from the store, and returns them. They may be newer than `failures`."""
@@ -204,12 +194,16 @@ class Monitor:
             self.is_complete = self._store.add(PRESENT, 0) >= self.size
         elif not self.is_complete:
             self._note_failures(self._store.multi_get([FAILED])[0])
-        elif self._is_stalled():
-            failed, *beats = self._store.multi_get([FAILED, *_beat_keys(self.size)])
+        elif self._must_look():
+            failed, *beats = self._store.multi_get([FAILED, *beat_keys(self.size)])
             self._note_failures(failed)
-            self._check_stall([Beat.decode(beat) for beat in beats])
+            if self._has_warned:
+                self._check_stall([Beat.decode(beat) for beat in beats])
+            else:
+                self._warn([Beat.decode(beat) for beat in beats])
         else:
-            failed, beat = self._store.multi_get([FAILED, _beat_key((self.rank + 1) % self.size)])
+            failed, beat, holder = self._store.multi_get([FAILED, beat_key((self.rank + 1) % self.size), beat_key(0)])
+            self.holder_beat = Beat.decode(holder)
             self._note_failures(failed)
             self._check_silence(beat)
         self.num_answers += 1
@@ -217,29 +211,45 @@ class Monitor:
     def _write_beat(self, has_left: bool = False) -> None:
         self._num_beats += 1
         is_waiting, place = self._activity.describe()
-        beat = Beat(self._num_beats, self._idle_seconds, is_waiting, place, has_left)
-        self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
+        written = socket.gethostname(), time.time(), has_left
+        beat = Beat(self._num_beats, self._idle_seconds, is_waiting, place, *written)
+        self._store.set(beat_key(self.rank), beat.encode())
 
     def _count_idle(self) -> None:
         """Counts the time without progress. Time in which this process was stopped does not count."""
         now = time.monotonic()
         passed, self._counted_at = min(now - self._counted_at, 3 * self.tick_seconds), now
         if self._activity.num_events != self._num_events:
-            self._idle_seconds, self._num_events, self._next_look_seconds = 0.0, self._activity.num_events, 0.0
+            self._idle_seconds, self._num_events = 0.0, self._activity.num_events
+            self._next_look_seconds, self._has_warned = 0.0, False
         else:
             self._idle_seconds += passed
 
-    def _is_stalled(self) -> bool:
-        """Returns whether this rank has waited so long that it must find out which rank it waits for."""
-        if self._idle_seconds < max(self.stall_seconds, self._next_look_seconds) or not self._activity.is_in_wait:
+    def _must_look(self) -> bool:
+        """Returns whether this rank has waited so long that it must find out which rank it waits for: once for a
+        warning, then to give up ranks that hang."""
+        slow_seconds = self.stall_seconds / STALL_PER_SLOW
+        first = self.stall_seconds if self._has_warned else slow_seconds
+        if self._idle_seconds < max(first, self._next_look_seconds) or not self._activity.is_in_wait:
             return False
-        self._next_look_seconds = self._idle_seconds + max(self.stall_seconds / 10, TICKS_PER_BEAT * self.tick_seconds)
+        self._next_look_seconds = self._idle_seconds + max(slow_seconds, TICKS_PER_BEAT * self.tick_seconds)
         return True
+
+    def _warn(self, beats: list[Beat]) -> None:
+        """Prints the ranks that this one waits for, if it does nothing but wait."""
+        self._has_warned = True
+        is_waiting, place = self._activity.describe()
+        slow = [rank for rank, beat in enumerate(beats) if not (beat.is_waiting or beat.has_left or rank == self.rank)]
+        if slow and is_waiting:
+            texts = [f"rank {rank} is slow {beats[rank].idle}" for rank in slow[:MOST_NAMED]]
+            texts += [f"{len(slow) - MOST_NAMED} other ranks, too"] if len(slow) > MOST_NAMED else []
+            since = clock(time.time() - self._idle_seconds)
+            print(f"nestpipe: rank {self.rank}: {place} since {since}: {'; '.join(texts)}", file=sys.stderr, flush=True)
 
     def _check_stall(self, beats: list[Beat]) -> None:
         """Publishes the ranks that hang."""
         stalled = {
-            rank: f"no progress for {beat.idle_seconds:.0f} s, it hangs ({beat.place})"
+            rank: f"no progress for {beat.idle_seconds:.0f} s, it hangs {beat.idle}"
             for rank, beat in enumerate(beats)
             if beat.idle_seconds >= self.stall_seconds and not beat.has_left
         }
@@ -259,10 +269,11 @@ class Monitor:
         self._silent_seconds += passed
         # If a whole host is lost, its ranks watched each other. So compare all heartbeats before giving one up.
         if self._suspects is None and self._silent_seconds > self.patience_seconds / 2:
-            self._suspects = self._store.multi_get(_beat_keys(self.size))
+            self._suspects = self._store.multi_get(beat_keys(self.size))
         elif self._suspects is not None and self._silent_seconds > self.patience_seconds:
             text = f"no sign of life for {self._silent_seconds:.0f} s: it is stopped, or cut off from the network"
-            self._publish(dict.fromkeys(unchanged(self._suspects, self._store.multi_get(_beat_keys(self.size))), text))
+            beats = self._store.multi_get(beat_keys(self.size))
+            self._publish(with_last_seen(beats, unchanged(self._suspects, beats), text))
 
     def _publish(self, reasons: dict[int, str]) -> None:
         new = {rank: text for rank, text in reasons.items() if rank not in self.failures}
@@ -284,22 +295,3 @@ class Monitor:
 def lines_of(failures: dict[int, str]) -> str:
     """Encodes failures as the lines that are appended under FAILED."""
     return "".join(json.dumps([rank, text]) + "\n" for rank, text in failures.items())
-
-
-def unchanged(before: list[bytes], after: list[bytes]) -> list[int]:
-    """Returns the ranks whose heartbeat did not change between two readings, except those that have left."""
-    pairs = zip(before, after, strict=True)
-    return [rank for rank, (old, new) in enumerate(pairs) if old == new and not Beat.decode(new).has_left]
-
-
-def left(beats: list[bytes]) -> list[int]:
-    """Returns the ranks that have left."""
-    return [rank for rank, beat in enumerate(beats) if Beat.decode(beat).has_left]
-
-
-def _beat_key(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _beat_keys(size: int) -> list[str]:
-    return [_beat_key(rank) for rank in range(size)]

@@ -7,9 +7,11 @@ makes all requests, and every other thread reads the monitor's attributes.
 A tick is a second, or a 25th of `timeout_seconds` if that is less. In each tick the monitor makes one request:
 
 - Every third tick it writes its heartbeat: how long the rank has made no progress, whether it waits for other ranks,
-  and where it is. The heartbeat continues while the rank's other threads read, compile or save.
-- In the other ticks it reads, in one request, all failures and the heartbeat of the next rank. So every rank is watched
-  by one other, and the store gets one request per rank and tick.
+  where it is (host, step and stage), and the time. The heartbeat continues while the rank's other threads read,
+  compile or save.
+- In the other ticks it reads, in one request, all failures and the heartbeats of the next rank and of rank 0. So every
+  rank is watched by one other, and the store gets one request per rank and tick. The heartbeat of rank 0 is kept: it
+  can no longer be read if rank 0 holds the store and is lost.
 
 Failures, and who detects them:
 
@@ -19,11 +21,15 @@ Failures, and who detects them:
 - A collective reports a closed connection: the rank that gets the error compares two readings of all heartbeats, a beat
   apart. Ranks whose heartbeat did not change have died; it adds them to the failures.
 - A rank that waits has made no progress for `stall_seconds`: it reads all heartbeats. Ranks that do not wait and made
-  no progress for as long hang; it adds them to the failures. If all ranks wait, they wait for each other.
+  no progress for as long hang; it adds them to the failures. If all ranks wait, they wait for each other. After a tenth
+  of that time it reads all heartbeats once, and prints which ranks it waits for.
 - The store has not answered a waiting rank for nearly `timeout_seconds`: the process that holds it is stopped, or this
   rank is cut off. Each rank concludes this for itself. If the store was closed, only waits for other ranks fail: at the
   end of a run the process that holds it may leave first.
 - Every rank that reads of a failure, even its own, raises RankError from its current or next wait.
+
+Each failure says the failed rank's step, stage and host, and since when: for an error, when it was raised; for a rank
+that hangs, its last progress; for one that is gone, its last heartbeat.
 """
 
 import os
@@ -34,14 +40,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from nestpipe.distributed.activity import Activity
+from nestpipe.distributed.beat import clock, happened_here, left, unchanged, with_last_seen
 from nestpipe.distributed.monitor import (
     POLL_SECONDS,
     TICKS_PER_BEAT,
     Monitor,
     StoreLostError,
     TextStore,
-    left,
-    unchanged,
 )
 
 T = TypeVar("T")
@@ -150,9 +155,10 @@ class Watch:
                 raise self._lost(stage, monitor.failures)
             if monitor.error is not None:
                 if is_remote and waited > monitor.patience_seconds:
-                    raise self._lost(stage, self._holder(CLOSED))
+                    raise self._lost(stage, self._holder(monitor, CLOSED, waited))
             elif unanswered > monitor.patience_seconds:
-                raise self._lost(stage, self._holder(f"has not answered for {unanswered:.0f} s"))
+                reason = f"has not answered for {unanswered:.0f} s"
+                raise self._lost(stage, self._holder(monitor, reason, unanswered))
             elif not monitor.is_complete and waited > START_SECONDS:
                 raise self._lost(stage, self._missing(monitor))
 
@@ -165,7 +171,7 @@ class Watch:
             reasons = failures = self._roll_call(self._monitor, str(error))
             self._monitor.publish(failures, REPORT_SECONDS)
         except StoreLostError:
-            reasons = self._monitor.failures or self._holder(CLOSED)
+            reasons = self._monitor.failures or self._holder(self._monitor, CLOSED, 0.0)
         return self._lost(stage, reasons)
 
     def agreed(self, error: E) -> E:
@@ -187,7 +193,8 @@ class Watch:
         if self._monitor is not None and self.failure is None and not getattr(error, "_nestpipe_is_agreed", False):
             self.failure = error
             try:
-                self._monitor.publish({self.rank: describe(error)}, REPORT_SECONDS)
+                reason = f"{describe(error)} {happened_here(self._activity.place_of(error))}"
+                self._monitor.publish({self.rank: reason}, REPORT_SECONDS)
             except StoreLostError:
                 return  # the others will notice that this rank is gone
             self._linger()
@@ -246,22 +253,23 @@ class Watch:
             return failures
         after = monitor.beats(limit)
         if dead := [rank for rank in unchanged(before, after) if rank != self.rank]:
-            return dict.fromkeys(dead, DIED)
+            return with_last_seen(after, dead, DIED)
         if gone := left(after):
-            return dict.fromkeys(gone, "it has left: its world was closed, or its program has ended")
-        return {self.rank: f"it has lost a connection, though every rank lives: {error}"}
+            return with_last_seen(after, gone, "it has left: its world was closed, or its program has ended")
+        lost = f"it has lost a connection, though every rank lives: {error}"
+        return {self.rank: f"{lost} {happened_here(self._activity.describe()[1])}"}
 
     def _missing(self, monitor: Monitor) -> dict[int, str]:
         missing: list[int] = self._ask(monitor, monitor.missing_in, [])
         return dict.fromkeys(missing, f"it has not started within {START_SECONDS:.0f} s")
 
-    def _holder(self, reason: str) -> dict[int, str] | str:
-        """Returns the failure of the process that holds the store."""
+    def _holder(self, monitor: Monitor, reason: str, seconds: float) -> dict[int, str] | str:
+        """Returns the failure of the process that holds the store. seconds: how long ago it was noticed."""
+        place = f"at {os.environ.get('MASTER_ADDR')}, since {clock(time.time() - seconds)}"
         if self._rank_holds_store and self.rank != 0:
-            return {
-                0: DIED if reason == CLOSED else f"it holds the ranks' store, which {reason}: {STOPPED} from this rank"
-            }
-        return f"the ranks' store, held by the process that started them, {reason}: {STOPPED} from this rank"
+            text = DIED if reason == CLOSED else f"it holds the ranks' store, which {reason}: {STOPPED} from this rank"
+            return {0: f"{text} {f'({place})' if monitor.holder_beat is None else monitor.holder_beat.seen}"}
+        return f"the ranks' store, held by the process that started them, {reason}: {STOPPED} from this rank ({place})"
 
     def _lost(self, stage: str, reasons: dict[int, str] | str) -> RankError:
         if isinstance(reasons, dict):

@@ -23,6 +23,7 @@ from nestpipe.distributed.backend import choose_backend, device_place
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
+from nestpipe.distributed.notice import Notice
 from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.watch import Watch
 
@@ -85,6 +86,8 @@ class World:
         self.evaluate = Channel("evaluation", self.watch, group, self.streams, lane)
         self.control = Channel("agreement", self.watch, group, self.streams, lane)
         self.commit = Channel("commit", self.watch, group, self.streams, self.issuer or lane, self.dense.device_group)
+        self.notice = Notice()
+        """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
         if link is not None:
             link.settle()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.data.batch import Batch
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.batch_rows import BatchRows
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
@@ -81,5 +81,5 @@ def read_batch(
         keys = dedup_batch(groups, batch, num_parts, channel.size, store.num_threads, clustering)
     except Exception as error:
         keys = error
-    route = exchange.route(keys, groups)
+    route = exchange.route(keys, groups, Notice())
     return None if route is None else Reading(groups, route, store, exchange, device or HOST.device)

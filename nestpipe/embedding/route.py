@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.store.native import plan_ops
@@ -52,24 +52,30 @@ class Route:
     """Samples of the global batch."""
     key_bytes: int
     """Bytes of keys sent to other ranks."""
+    is_stop_requested: bool
+    """True if any rank asks all ranks to stop."""
+    num_saves_written: int
+    """Saves that are on disk on every rank."""
 
 
 class _Header:
     """Header that every rank sends to every rank before the keys: has_batch, has_error, num_samples, a hash of the
-    losses' names, and their weights in order of name. All are int64; weights are bit patterns of doubles."""
+    losses' names, is_stop_requested, num_saves_written, and the losses' weights in order of name. All are int64;
+    weights are bit patterns of doubles."""
 
-    SIZE = 4 + MOST_LOSSES
+    SIZE = 6 + MOST_LOSSES
 
     @staticmethod
-    def encode(batch: BatchDedup | Exception) -> NDArray[np.int64]:
+    def encode(batch: BatchDedup | Exception, notice: Notice) -> NDArray[np.int64]:
         header = np.zeros(_Header.SIZE, dtype=np.int64)
+        header[4], header[5] = notice.is_stop_requested, notice.num_saves_written
         if isinstance(batch, Exception):
             header[1] = 1
             return header
         names = sorted(batch.weights)
         header[0], header[2] = batch.has_batch, sum(batch.num_samples)
         header[3] = zlib.crc32(repr(names).encode())
-        header[4 : 4 + len(names)] = np.array([batch.weights[name] for name in names]).view(np.int64)
+        header[6 : 6 + len(names)] = np.array([batch.weights[name] for name in names]).view(np.int64)
         return header
 
 
@@ -94,9 +100,17 @@ class _Agreed:
         return int(self.numbers[:, 2].sum())
 
     @property
+    def is_stop_requested(self) -> bool:
+        return bool(self.numbers[:, 4].any())
+
+    @property
+    def num_saves_written(self) -> int:
+        return int(self.numbers[:, 5].min())
+
+    @property
     def weights(self) -> NDArray[np.float64]:
         """Returns the weights, [ranks, losses]."""
-        return np.ascontiguousarray(self.numbers[:, 4:]).view(np.float64)
+        return np.ascontiguousarray(self.numbers[:, 6:]).view(np.float64)
 
     @property
     def total_weights(self) -> list[float]:
@@ -111,12 +125,15 @@ class _Agreed:
         return len(np.unique(self.numbers[weighted, 3])) <= 1
 
 
-def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel) -> Route | None:
+def route_keys(
+    batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel, notice: Notice
+) -> Route | None:
     """Exchanges keys. Returns None at the end of data, when no rank has a batch.
 
-    An exception instead of a batch stops all ranks: this one raises it, the others a RankError that quotes it.
+    An exception instead of a batch stops all ranks: this one raises it, the others a RankError that quotes it. notice:
+    what this rank tells the others with the batch.
     """
-    agreed, counts = _exchange_counts(batch, features, channel)
+    agreed, counts = _exchange_counts(batch, features, channel, notice)
     if agreed.failed:
         channel.raise_agreed(batch if isinstance(batch, Exception) else None, agreed.failed)
     assert not isinstance(batch, Exception)
@@ -134,10 +151,12 @@ def route_keys(batch: BatchDedup | Exception, features: FeatureGroups, channel: 
         is_step=any(total > 0 for total in totals),
         num_samples=agreed.num_samples,
         key_bytes=key_bytes,
+        is_stop_requested=agreed.is_stop_requested,
+        num_saves_written=agreed.num_saves_written,
     )
 
 
-def route_alone(batch: BatchDedup | Exception) -> Route | None:
+def route_alone(batch: BatchDedup | Exception, notice: Notice) -> Route | None:
     """Routes a batch in a world of one: every key is this rank's own, in order of position."""
     if isinstance(batch, Exception):
         raise batch
@@ -150,6 +169,8 @@ def route_alone(batch: BatchDedup | Exception) -> Route | None:
         is_step=any(weight > 0 for weight in batch.weights.values()),
         num_samples=sum(batch.num_samples),
         key_bytes=0,
+        is_stop_requested=notice.is_stop_requested,
+        num_saves_written=notice.num_saves_written,
     )
 
 
@@ -161,10 +182,10 @@ def _owner_dedup(dedup: RequesterDedup) -> OwnerDedup:
 
 
 def _exchange_counts(
-    batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel
+    batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel, notice: Notice
 ) -> tuple[_Agreed, list[Tensor]]:
     """Returns the headers of all ranks, and by group the [ranks, tables] numbers of keys they need from this rank."""
-    size, header = channel.size, torch.from_numpy(_Header.encode(batch).view(np.int32))
+    size, header = channel.size, torch.from_numpy(_Header.encode(batch, notice).view(np.int32))
     sent = torch.empty(size, len(header) + features.num_tables, dtype=torch.int32)
     sent[:, : len(header)] = header
     if isinstance(batch, Exception):

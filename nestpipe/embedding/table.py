@@ -1,12 +1,12 @@
 """Tables and the features that look into them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from nestpipe.embedding.optim import SGD, RowOptimizer, check_row_optimizer
-from nestpipe.store import TableSpec
+from nestpipe.store import HostStore, Store, TableSpec
 from nestpipe.store.init import Distribution, Normal
 
 
@@ -85,3 +85,13 @@ def tables_of(features: Mapping[str, Feature]) -> list[Table]:
                 "name; share one Table object, or give it another name"
             )
     return [tables[name] for name in sorted(tables)]
+
+
+def make_store(
+    tables: Iterable[Table], seed: int, num_threads: int, new_store: Callable[[int], Store] = HostStore
+) -> Store:
+    """Returns an empty store with these tables. new_store: makes a store, given its number of threads."""
+    store = new_store(num_threads)
+    for table in tables:
+        store.create_table(table.spec(seed))
+    return store

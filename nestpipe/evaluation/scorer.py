@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from nestpipe.checkpoint import read_whole
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
 from nestpipe.embedding.read import read_batch
-from nestpipe.embedding.table import Feature, tables_of
-from nestpipe.train.checkpoint import read_whole
+from nestpipe.embedding.table import Feature, make_store, tables_of
 
 
 class Scorer:
@@ -23,7 +23,8 @@ class Scorer:
             raise ValueError(f"{type(model).__name__} has no method predict(embeddings, inputs), which a Scorer calls")
         self.model = model
         self.features = dict(features)
-        self.store, dense = read_whole(tables_of(features), Path(path), num_threads)
+        tables = tables_of(features)
+        self.store, dense = read_whole(tables, Path(path), lambda seed: make_store(tables, seed, num_threads))
         self.model.load_state_dict(dense["model"])
         self.model.eval()
         self._channel = World().evaluate

@@ -1,9 +1,15 @@
 """The loop over steps and micro-batches, for users' own loops and for the Trainer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nestpipe.checkpoint import SaveOptions, Saver, Subject, load
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.distributed import World
@@ -15,7 +21,7 @@ from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.resident import Residence
 from nestpipe.embedding.row_pool import RowPool
-from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.embedding.table import Feature, make_store, tables_of
 from nestpipe.pipelining import light
 from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import LATE_STEPS, NonFiniteError, late_error
@@ -26,7 +32,7 @@ from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
-from nestpipe.store import HostStore, Store
+from nestpipe.store import NUM_BUCKETS, Store
 
 
 class Pipeline:
@@ -53,8 +59,9 @@ class Pipeline:
         store. options: the fields of PipelineOptions."""
         self.options = PipelineOptions(**options)
         self.groups = group_features(features)
+        self.tables = tables_of(features)
         seed, num_threads = self.options.seed, self.options.num_threads
-        self.store = store if store is not None else make_store(tables_of(features), seed, num_threads)
+        self.store = store if store is not None else make_store(self.tables, seed, num_threads)
         """Store that holds the rows; pass it to the next pipeline to continue with them."""
         self.world = World.given_or_found(world)
         self.trace = trace or Trace(device=self.world.device)
@@ -69,7 +76,8 @@ class Pipeline:
         self.untrained: list[Batch | Exception] = []
         """After the end: batches that were pulled and not trained, for the next pipeline, and errors of reading that no
         step has raised."""
-        self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches)))
+        self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches), batches))
+        self._saver = Saver()
         self.pool = pool
         """Rows that stay resident between batches, and between pipelines; None if the schedule keeps none."""
         self._make_stages(steps, light_stages or light.LightStages(light.LIGHT_SECONDS))
@@ -78,6 +86,10 @@ class Pipeline:
         """On a device: first step that was masked, once the host knows."""
         self._step: Step | None = None
         self._is_stopped = False
+        self.is_stop_agreed = False
+        """True once a rank's request to stop has ended the loop, at the same batch on all ranks."""
+        self.num_saves_written = 0
+        """Saves that were on disk on every rank when the batch that the loop is at was routed."""
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
@@ -178,7 +190,8 @@ class Pipeline:
             self._raise_late()
             if state.error is not None:
                 raise self.world.watch.explained(self.stages.take_error(state), "route")
-            if state.is_end:
+            self._read_notices(state)
+            if state.is_end or self.is_stop_agreed:
                 self._end()
                 self._raise_late()
                 return
@@ -208,10 +221,17 @@ class Pipeline:
         self.trace.end_step(step.num_samples)
         self._number += 1
 
+    def _read_notices(self, state: BatchState) -> None:
+        """Reads what the ranks told each other with this batch."""
+        if state.routed is not None:
+            self.is_stop_agreed = state.routed.route.is_stop_requested
+            self.num_saves_written = state.routed.route.num_saves_written
+
     def stop(self) -> None:
         """Ends the loop after this step.
 
         Call it on all ranks at the same step, once it is applied. Batches that were already pulled are `untrained`.
+        To stop all ranks from one, set `world.notice.is_stop_requested` there.
         """
         self._is_stopped = True
 
@@ -222,6 +242,82 @@ class Pipeline:
         self.stages.flush()
         self.poll_outcomes()
         self._raise_late()  # the result of a step that is not finite must not be saved or evaluated
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        lr_schedule: LRScheduler | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 1,
+    ) -> None:
+        """Writes a checkpoint of rows, dense part and position, as Trainer.save does. All ranks call it at a step
+        boundary, or after the loop."""
+        self.end_step()
+        if self.stages.is_open:
+            self.flush()
+        subject = self._subject(model, optimizer, lr_schedule)
+        self._saver.begin(subject, Path(path), extra or {}, SaveOptions(keep))
+        self._saver.finish(waits_for_removal=True)
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        lr_schedule: LRScheduler | None = None,
+    ) -> dict[str, Any]:
+        """Restores what `save` wrote, with the same arguments. All ranks call it before the first step, with an empty
+        store. Returns the saved `extra`.
+
+        Data with a method `load_state` continues at the batch after the last one trained; other data is the caller's to
+        move.
+        """
+        if (
+            self._number != self._first_step
+            or self.stages.is_open
+            or any(self.store.sizes([t.name for t in self.tables]))
+        ):
+            raise RuntimeError(
+                "load was called after the first step, or with rows in the store; load into a new pipeline"
+            )
+        subject = self._subject(model, optimizer, lr_schedule)
+        try:
+            loaded = load(subject, self._emptied_store, Path(path))
+        except BaseException:
+            self._emptied_store()
+            raise
+        self._first_step = self._number = loaded.num_steps
+        if loaded.data_state is not None:
+            self._reader.load_state(loaded.data_state)
+        return loaded.extra
+
+    def _emptied_store(self) -> Store:
+        """Returns the store, without the rows of a checkpoint that turned out to be damaged."""
+        for table in self.tables:
+            self.store.erase(table.name, self.store.export_piece(table.name, 0, NUM_BUCKETS).keys)
+        return self.store
+
+    def _subject(
+        self, model: nn.Module | None, optimizer: Optimizer | None, lr_schedule: LRScheduler | None
+    ) -> Subject:
+        return Subject(
+            world=self.world,
+            tables=self.tables,
+            store=self.store,
+            seed=self.options.seed,
+            num_steps=self._first_step + self.num_applied,
+            num_skipped=self.num_skipped,
+            num_micro_batches=self.options.num_micro_batches,
+            data_state=self._reader.state_after(self.num_applied + self.num_skipped),
+            model=model,
+            optimizer=optimizer,
+            lr_schedule=lr_schedule,
+            recipe=None,
+        )
 
     def poll_outcomes(self, last: int | None = None) -> None:
         """Reads the outcomes of steps that were written back, up to step `last`."""
@@ -297,13 +393,3 @@ class Pipeline:
 
 
 pipeline = Pipeline
-
-
-def make_store(
-    tables: Sequence[Table], seed: int, num_threads: int, new_store: Callable[[int], Store] = HostStore
-) -> Store:
-    """Returns an empty store with these tables. new_store: makes a store, given its number of threads."""
-    store = new_store(num_threads)
-    for table in tables:
-        store.create_table(table.spec(seed))
-    return store

@@ -73,6 +73,10 @@ class Stages:
             self._writer = self._store.open_writer()
             self._residence.open(self._writer)
 
+    @property
+    def is_open(self) -> bool:
+        return isinstance(self._writer, Writer)
+
     def close(self) -> None:
         if isinstance(self._writer, Writer):
             self._writer.close()
@@ -114,7 +118,7 @@ class Stages:
         if self._has_ended or state.requested is None:
             return  # on every rank: all have seen the same headers
         try:
-            route = self._exchange.route(state.requested.keys, self._features)
+            route = self._exchange.route(state.requested.keys, self._features, self._world.notice)
             if route is not None:
                 plan = self._exchange.plan(route, self._options.window)
                 if plan is not None:

@@ -19,6 +19,7 @@ from nestpipe.store.interface import MOST_ROWS
 INITS = ("normal", "truncated_normal", "uniform", "constant")
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 PRECISIONS = ("float32", "bfloat16")
+ON_ERROR = ("stop", "continue")
 MOST_THREADS = 1024
 
 RETIRED = {"pipeline.fault": "none"}
@@ -298,8 +299,14 @@ class LoggingSection:
 class CheckpointSection:
     dir: str | None = key(None, "folder of checkpoints, from which a run resumes; not set: no checkpoints")
     every: int = key(0, "steps between checkpoints; 0: only at the end", at_least=0)
+    keep: int = key(2, "checkpoints that stay in checkpoint.dir, the newest included", at_least=1)
+    complete_every: int = key(
+        10, "one in this number of checkpoints has all rows, the others those that have changed", at_least=1
+    )
+    on_error: str = key("stop", "stop, or continue without it, when a checkpoint cannot be written", choices=ON_ERROR)
     best: str | None = key(None, "folder for the model of the best evaluation; not set: none is kept")
     load: str | None = key(None, "checkpoint to start from, if checkpoint.dir has none; not set: a new model")
+    strict: bool = key(True, "refuse a checkpoint.load that does not fit in all parts; false: take what fits")
 
 
 @dataclass(frozen=True)

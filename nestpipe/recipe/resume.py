@@ -5,14 +5,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from nestpipe.distributed import World
-from nestpipe.recipe.config import Config
-from nestpipe.recipe.text import parse_config
-from nestpipe.recipe.value import ConfigError, literal
-from nestpipe.train.checkpoint import (
+from nestpipe.checkpoint import (
     BEST,
     RUN,
     CheckpointError,
+    Saver,
     agree,
     check_ours,
     claim,
@@ -20,6 +17,10 @@ from nestpipe.train.checkpoint import (
     newest_checkpoint,
     read_recipe,
 )
+from nestpipe.distributed import World
+from nestpipe.recipe.config import Config
+from nestpipe.recipe.text import parse_config
+from nestpipe.recipe.value import ConfigError, literal
 
 _FREE_SECTIONS = ("evaluate", "published", "logging", "checkpoint", "distributed", "memory")
 _FREE_KEYS = ("train.steps", "tables.max_rows")
@@ -29,10 +30,11 @@ _MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runti
 """Keys that default to what this machine has. Bits may depend on them, so a resumed run keeps its first values."""
 
 
-def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
-    """Claims the run's folders of checkpoints and returns the checkpoint to resume from, or None.
+def open_folders(config: Config, world: World, fresh: bool, saver: Saver) -> Path | None:
+    """Claims the run's folders of checkpoints and returns the one to resume from; None if it has no checkpoint.
 
     All ranks call it before training, so that a folder that cannot be used is refused now and not at the first save.
+    The saver holds the folders: another run that would write to them is refused.
     """
     section = config.checkpoint
     named = {RUN: section.dir, BEST: section.best}
@@ -50,13 +52,14 @@ def open_folders(config: Config, world: World, fresh: bool) -> Path | None:
                 print(f"nestpipe: {folder} was moved to {moved}", flush=True)
         for holds, folder in folders.items():
             claim(folder, holds)
-        return "" if section.dir is None else str(_newest(folders[RUN]) or "")
+            saver.hold(folder)
+        return "" if section.dir is None else str(newest_checkpoint(folders[RUN])[0] or "")
 
     newest = agree(world, claim_and_find, "opening the folders of checkpoints", only_rank=0)[0] if folders else ""
     if not newest:
         return None
-    _check_same_recipe(config, Path(newest))
-    return Path(newest)
+    _check_same_recipe(config, Path(newest), world.size)
+    return folders[RUN]
 
 
 def with_saved_machine_keys(config: Config, fresh: bool) -> Config:
@@ -72,13 +75,6 @@ def with_saved_machine_keys(config: Config, fresh: bool) -> Config:
     return config
 
 
-def _newest(folder: Path) -> Path | None:
-    newest, problems = newest_checkpoint(folder)
-    for problem in problems:
-        print(f"nestpipe: a damaged checkpoint is passed over: {problem}", flush=True)
-    return newest
-
-
 def _is_restart() -> bool:
     """Returns whether torchrun restarted these ranks after a failure: work of the first start must not be repeated."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -89,12 +85,25 @@ def _saved_config(checkpoint: Path) -> Config:
     return parse_config(recipe, f"the recipe of {checkpoint}")
 
 
-def _check_same_recipe(config: Config, checkpoint: Path) -> None:
-    saved, current = _flat(_saved_config(checkpoint)), _flat(config)
+def _check_same_recipe(config: Config, checkpoint: Path, world_size: int) -> None:
+    """Refuses another recipe. Another number of ranks may have another batch size, with the same global batch."""
+    recipe, num_saved = read_recipe(checkpoint)
+    saved_config = parse_config(recipe, f"the recipe of {checkpoint}")
+    saved, current = _flat(saved_config), _flat(config)
     different = [name for name in dict.fromkeys([*saved, *current]) if saved.get(name) != current.get(name)]
+    global_batch = saved_config.train.batch_size * num_saved
+    is_same_batch = config.train.batch_size * world_size == global_batch
+    if num_saved != world_size and is_same_batch:
+        different = [name for name in different if name != "train.batch_size"]
+    elif num_saved != world_size:
+        different = list(dict.fromkeys([*different, "train.batch_size"]))
     if not different:
         return
     texts = [f"{name} was {_shown(saved.get(name))}, is {_shown(current.get(name))}" for name in different]
+    if num_saved != world_size and not is_same_batch:
+        texts.append(
+            f"{num_saved} ranks had a global batch of {global_batch}, {world_size} ranks must have the same one"
+        )
     raise CheckpointError(
         f"{checkpoint} was saved by a run with another recipe: {'; '.join(texts)}. Set back what differs to resume it; "
         "or begin a new run with --fresh, which keeps the old folder under another name, or with another "
@@ -102,16 +111,21 @@ def _check_same_recipe(config: Config, checkpoint: Path) -> None:
     )
 
 
+def may_change(key: str) -> bool:
+    """Returns whether a key of a recipe, such as "train.steps", may differ when a run resumes."""
+    section = key.partition(".")[0]
+    return section in _FREE_SECTIONS or f"{section}.{key.rpartition('.')[2]}" in _FREE_KEYS
+
+
 def _flat(config: Config) -> dict[str, Any]:
     """Returns every key that must not change, by its name in a recipe."""
     parts = {field.name: getattr(config, field.name) for field in fields(config)}
     tables = {f"tables.{table.name}": table for table in parts.pop("tables")}
-    kept = {name: part for name, part in parts.items() if name not in _FREE_SECTIONS} | tables
     return {
-        f"{name}.{key.name}": getattr(part, key.name)
-        for name, part in kept.items()
+        name: getattr(part, key.name)
+        for section, part in (parts | tables).items()
         for key in fields(part)
-        if f"{name.partition('.')[0]}.{key.name}" not in _FREE_KEYS
+        if not may_change(name := f"{section}.{key.name}")
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nestpipe.checkpoint import CheckpointError
 from nestpipe.data.dataset import Dataset, FirstSamples
 from nestpipe.data.files.parquet import ParquetData, Skipped
 from nestpipe.data.files.user_histories import UserHistories
@@ -16,14 +17,14 @@ from nestpipe.evaluation.evaluate import evaluate
 from nestpipe.evaluation.validation import Validation
 from nestpipe.pipelining.trace import Span
 from nestpipe.recipe.build import Run, build, build_metrics
+from nestpipe.recipe.checkpoints import Checkpoints
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.summary import device_memory, summarise, table_memory
 from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
 from nestpipe.recipe.value import ConfigError
-from nestpipe.train.checkpoint import CheckpointError
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import Callback, FitResult
 
 Summary = dict[str, Any]
 AfterStep = Callable[[FitResult], None]
@@ -44,16 +45,22 @@ def run(
     this_run = _start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
-    checkpoint = open_folders(config, world, fresh)  # nothing is moved away for a recipe that cannot be run
-    if checkpoint is not None:
-        _resume(this_run, checkpoint, validation)
-        if world.rank == 0:
-            print(f"nestpipe: resumed from step {trainer.num_steps}, {checkpoint}", flush=True)
-    elif config.checkpoint.load is not None:
-        _resume(this_run, Path(config.checkpoint.load))
-    spans: list[Span] | None = [] if trace_path is not None else None
-    result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
-    _train(config, this_run, after_step, result, validation)
+    try:
+        # Nothing is moved away for a recipe that cannot be run.
+        folder = open_folders(config, world, fresh, trainer.saver)
+        if folder is not None:
+            _resume(this_run, folder, validation)
+            if world.rank == 0:
+                print(f"nestpipe: resumed from step {trainer.num_steps}, {folder}", flush=True)
+        elif config.checkpoint.load is not None:
+            _resume(this_run, Path(config.checkpoint.load), strict=config.checkpoint.strict)
+            if world.rank == 0 and not config.checkpoint.strict:
+                print(f"nestpipe: {config.checkpoint.load}: {trainer.load_report}", flush=True)
+        spans: list[Span] | None = [] if trace_path is not None else None
+        result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
+        _train(config, this_run, after_step, result, validation)
+    finally:
+        trainer.saver.close()
     times = summarise(result.times, world)
     if trace_path is not None and result.spans is not None:
         about = {name: times.fields[name] for name in ("resident_rows", "resident_bytes", "hit_rate")}
@@ -64,16 +71,17 @@ def run(
         "backend": world.backend,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "steps": trainer.num_steps,
-        "resumed_from_step": result.num_steps_before if checkpoint is not None else 0,
+        "resumed_from_step": result.num_steps_before if folder is not None else 0,
         "final_loss": result.losses[-1] if result.losses else None,
         "num_skipped_batches": result.num_skipped,
         **times.fields,
         "spread": times.spread,
-        "metrics": _last_metrics(config, this_run, result),
+        "metrics": {} if result.is_stop_requested else _last_metrics(config, this_run, result),
         "split": this_run.source.split,
         "published": _published(config),
         "validations": result.validations,
         "is_stopped_early": result.is_stopped,
+        "is_stop_requested": result.is_stop_requested,
         "device_memory": device_memory(result, world),
         "skipped": _skipped(config, this_run),
         "tables": [asdict(table) for table in table_memory(trainer)],
@@ -117,13 +125,15 @@ def _start(config: Config, world: World) -> Run:
     return this_run
 
 
-def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = None) -> None:
+def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = None, strict: bool = True) -> None:
     """Loads a checkpoint, and moves the data to the first batch that it has not trained. Restores validation, too.
 
     A checkpoint without a state of the data is assumed to have this run's batch size.
     """
     trainer, batches = this_run.trainer, this_run.batches
-    extra = trainer.load(checkpoint)
+    extra = trainer.load(checkpoint, strict=strict)
+    for problem in trainer.load_problems if trainer.world.rank == 0 else ():
+        print(f"nestpipe: a damaged checkpoint is passed over: {problem}", flush=True)
     position = trainer.num_steps * batches.batch_size * batches.world_size
     try:
         batches.load_state(trainer.data_state() or {"position": position})
@@ -137,17 +147,14 @@ def _train(
     config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
 ) -> None:
     """Trains, with a checkpoint after every checkpoint.every steps. A run that is complete trains nothing."""
-    trainer, every, folder = this_run.trainer, config.checkpoint.every, config.checkpoint.dir
-    callbacks = [] if validation is None else [validation]
+    trainer, checkpoints = this_run.trainer, Checkpoints(config.checkpoint, this_run.trainer, validation)
+    callbacks: list[Callback] = [] if validation is None else [validation]
+    callbacks += [checkpoints] if checkpoints.is_periodic else []  # behind validation, whose state it saves
     result.is_stopped = validation is not None and validation.is_exhausted
-    while not result.is_stopped and (left := config.train.steps - trainer.num_steps) > 0:
-        num_before = trainer.num_steps
-        steps = min(left, every - num_before % every) if folder and every else left
-        trainer.fit(this_run.batches, steps, after_step, result, callbacks)
-        if folder and trainer.num_steps > num_before:
-            trainer.save(Path(folder), extra={} if validation is None else {"validation": validation.state()})
-        if trainer.num_steps < num_before + steps:
-            break  # the data has ended
+    left = config.train.steps - trainer.num_steps
+    if not result.is_stopped and left > 0:
+        trainer.fit(this_run.batches, left, after_step, result, callbacks)
+        checkpoints.save_last()
 
 
 def _validation(config: Config, this_run: Run) -> Validation | None:

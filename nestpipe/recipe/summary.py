@@ -14,7 +14,8 @@ from nestpipe.pipelining.stage import BUSY, STAGES
 from nestpipe.pipelining.step_times import BYTE_FIELDS, StepLog, StepTimes, StepTotals
 
 if TYPE_CHECKING:
-    from nestpipe.train.trainer import FitResult, Trainer
+    from nestpipe.train.fit_result import FitResult
+    from nestpipe.train.trainer import Trainer
 
 TIME_FIELDS = tuple(dict.fromkeys(stage.time_field for stage in STAGES.values()))
 STEP_FIELDS = ("step_ms", *TIME_FIELDS, "overlap_sync_ms", *BUSY)

@@ -1,7 +1,7 @@
 """The oracle of the host store: the same interface in plain Python, simple and slow."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from nestpipe.store import interface as check
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableFullError, TableSpec
 from nestpipe.store.oracle_values import bucket_of, hash_key, initial_record, owner_of
+from nestpipe.store.snapshot import KeepAside, ShardedPiece, Shards, Snapshot
 from nestpipe.store.writer import WriteAccess, Writer
 
 
@@ -18,6 +19,10 @@ class _Table:
     spec: TableSpec
     rows: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     """Record and step by key."""
+    changed: set[int] = field(default_factory=set)
+    """Keys written since the last snapshot began."""
+    erased: set[int] = field(default_factory=set)
+    """Keys erased since then."""
 
 
 class DictStore:
@@ -28,6 +33,7 @@ class DictStore:
     def __init__(self) -> None:
         self._tables: dict[str, _Table] = {}
         self._access = WriteAccess()
+        self.num_snapshots = 0
 
     @property
     def num_writes(self) -> int:
@@ -145,8 +151,13 @@ class DictStore:
     def erase(self, table: str, keys: Tensor) -> int:
         self._access.begin_write("erase")
         check.check_keys(keys)
-        rows = self._table(table).rows
-        return sum(rows.pop(key, None) is not None for key in keys.tolist())
+        target, num_erased = self._table(table), 0
+        for key in keys.tolist():
+            if target.rows.pop(key, None) is not None:
+                num_erased += 1
+                target.changed.discard(key)
+                target.erased.add(key)
+        return num_erased
 
     def count(self, table: str, first_bucket: int, end_bucket: int) -> int:
         return len(self._keys_in(table, first_bucket, end_bucket))
@@ -173,6 +184,12 @@ class DictStore:
             if step < 0:
                 raise ValueError(f"step {step} of key {key} is negative")
         self._write(table, piece.keys, piece.records, piece.steps)
+
+    def begin_snapshot(self, changed_only: bool, keep_aside: KeepAside) -> Snapshot:
+        if changed_only and self.num_snapshots == 0:
+            raise ValueError("there has been no snapshot yet, so nothing says what has changed; begin a complete one")
+        self.num_snapshots += 1
+        return DictSnapshot(self._tables, changed_only)
 
     def digest_part(self, table: str) -> int:
         total = 0
@@ -222,6 +239,39 @@ class DictStore:
             raise TableFullError(f"table {table!r} is full: it may hold max_rows = {spec.max_rows} rows")
         for key, record, step in zip(keys.tolist(), records, steps.tolist(), strict=True):
             rows[key] = (record.detach().clone(), step)
+            self._table(table).changed.add(key)
+
+
+class DictSnapshot:
+    """See Snapshot. It has a copy of everything, so nothing has to be kept aside."""
+
+    def __init__(self, tables: dict[str, _Table], changed_only: bool) -> None:
+        self._rows: dict[str, dict[int, tuple[Tensor, int]]] = {}
+        self._specs = {name: table.spec for name, table in tables.items()}
+        self.erased: dict[str, Tensor] = {}
+        for name, table in tables.items():
+            keys = [key for key in table.rows if not changed_only or key in table.changed]
+            self._rows[name] = {key: table.rows[key] for key in keys}
+            self.erased[name] = torch.tensor(sorted(table.erased) if changed_only else [], dtype=torch.int64)
+            table.changed, table.erased = set(), set()
+        self.num_rows = {name: len(rows) for name, rows in self._rows.items()}
+
+    def pieces(self, table: str, shards: Shards, num_bytes: int) -> Iterator[ShardedPiece]:
+        spec, rows = self._specs[table], self._rows[table]
+        shard = {key: bucket_of(key, table) * shards.num_in_world // check.NUM_BUCKETS - shards.first for key in rows}
+        capacity = max(1, num_bytes // (spec.record_bytes + 16))
+        for first in range(0, len(rows), capacity):
+            keys = sorted(list(rows)[first : first + capacity], key=shard.__getitem__)
+            piece = Piece(
+                torch.tensor(keys, dtype=torch.int64),
+                torch.stack([rows[key][0] for key in keys]),
+                torch.tensor([rows[key][1] for key in keys], dtype=torch.int64),
+            )
+            counts = torch.bincount(torch.tensor([shard[key] for key in keys]), minlength=shards.num_own)
+            yield ShardedPiece(piece, counts)
+
+    def end(self) -> None:
+        pass
 
 
 def _places(places: Tensor | None, num_keys: int, num_records: int) -> Tensor:

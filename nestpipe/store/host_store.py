@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from nestpipe.store import interface as check
+from nestpipe.store.host_snapshot import HostSnapshot
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
 from nestpipe.store.native.library import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
+from nestpipe.store.snapshot import KeepAside, Snapshot
 from nestpipe.store.writer import WriteAccess, Writer
 
 
@@ -40,6 +42,8 @@ class HostStore:
         self._tables: dict[str, tuple[int, TableSpec]] = {}
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._access = WriteAccess()
+        self._snapshot: HostSnapshot | None = None
+        self.num_snapshots = 0
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a HostStore cannot be copied or pickled; export its tables, and import them into another one")
@@ -158,9 +162,13 @@ class HostStore:
         stride = check.check_records_at(spec, records, "records", places, num_keys)
         check.check_steps(step, num_keys)
         steps = step if isinstance(step, Tensor) else None
+        handles = self._handles(tables, offsets)
+        if self._snapshot is not None and self._snapshot.is_open:
+            for table, first, end in zip(tables, offsets.tolist(), offsets[1:].tolist(), strict=False):
+                self._preserve(table, keys[max(first, 0) : end])  # offsets are checked by the next call
         call(
             "scatter_tables",
-            *self._handles(tables, offsets),
+            *handles,
             pointer(keys),
             num_keys,
             pointer(places),
@@ -197,6 +205,7 @@ class HostStore:
         num_keys = check.check_keys(keys)
         check.check_array("records", records, spec.dtype, [num_keys, spec.num_columns])
         check.check_step(step)
+        self._preserve(table, keys)
         call(
             "scatter",
             *self._handle(table),
@@ -218,6 +227,7 @@ class HostStore:
         self._access.begin_write("erase")
         num_erased = c_int64()
         num_keys = check.check_keys(keys)
+        self._preserve(table, keys)
         call("erase", *self._handle(table), pointer(keys), num_keys, byref(num_erased))
         return num_erased.value
 
@@ -258,6 +268,7 @@ class HostStore:
         self._access.begin_write("import_piece")
         check.check_buckets(first_bucket, end_bucket)
         num_rows = check.check_piece(self.spec(table), piece)
+        self._preserve(table, piece.keys)
         call(
             "import",
             *self._handle(table),
@@ -270,6 +281,16 @@ class HostStore:
             pointer(piece.steps),
             self.num_threads,
         )
+
+    def begin_snapshot(self, changed_only: bool, keep_aside: KeepAside) -> Snapshot:
+        self.num_snapshots += 1
+        self._snapshot = HostSnapshot(self._store, self._tables, changed_only, keep_aside)
+        return self._snapshot
+
+    def _preserve(self, table: str, keys: Tensor) -> None:
+        """Keeps rows that are about to change aside for a snapshot under way."""
+        if self._snapshot is not None:
+            self._snapshot.preserve(table, keys)
 
     def digest_part(self, table: str) -> int:
         digest = (c_uint8 * 32)()

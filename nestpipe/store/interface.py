@@ -8,13 +8,16 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nestpipe.store.init import Constant, Distribution, Normal, TruncatedNormal, Uniform
 from nestpipe.store.writer import Writer
+
+if TYPE_CHECKING:
+    from nestpipe.store.snapshot import KeepAside, Snapshot
 
 NUM_BUCKETS = 65536
 MOST_ROWS = 2**32 - 2
@@ -121,6 +124,8 @@ class Store(Protocol):
 
     num_threads: int
     """Threads that a bulk call may use."""
+    num_snapshots: int
+    """Snapshots that were begun so far."""
 
     @property
     def num_writes(self) -> int:
@@ -190,6 +195,12 @@ class Store(Protocol):
     def export_piece(self, table: str, first_bucket: int, end_bucket: int) -> Piece: ...
 
     def import_piece(self, table: str, first_bucket: int, end_bucket: int, piece: Piece) -> None: ...
+
+    def begin_snapshot(self, changed_only: bool, keep_aside: "KeepAside") -> "Snapshot":
+        """Begins a snapshot of all tables, while nothing writes. At most one is under way.
+
+        changed_only: only rows written since the snapshot before began; the first one must be complete. keep_aside:
+        receives rows of the snapshot that a later write would replace."""
 
     def digest_part(self, table: str) -> int:
         """Returns the sum modulo 2^256 of SHA-256(key, row, row state). The parts of several ranks add up."""

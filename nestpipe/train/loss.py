@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -22,3 +23,9 @@ def loss_sums(returned: object, weights: Mapping[str, float]) -> dict[str, Tenso
             f"the model returned losses {sorted(sums)}, the batch has weights for {sorted(weights)}; they must agree"
         )
     return sums
+
+
+def weighted_mean(sums: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Returns the loss sums, each divided by its weight, added up. A loss that nothing has weight for counts as 0."""
+    losses = [value / weights[name] if weights[name] > 0 else value * 0.0 for name, value in sums.items()]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

@@ -2,32 +2,30 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nestpipe.checkpoint import LeftHalfwayError, LoadReport, SaveOptions, Saver, Subject, load
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.numerics import autocast, squared_norm
 from nestpipe.distributed.world import World
-from nestpipe.embedding.budget import DeviceBytes
 from nestpipe.embedding.row_pool import RowPool
-from nestpipe.embedding.table import Feature, tables_of
+from nestpipe.embedding.table import Feature, make_store, tables_of
 from nestpipe.pipelining import light
 from nestpipe.pipelining.options import PipelineOptions
-from nestpipe.pipelining.pipeline import Pipeline, make_store
+from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import Step
-from nestpipe.pipelining.step_times import StepLog, StepTimes
-from nestpipe.pipelining.trace import Span, Trace
+from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore, Store
 from nestpipe.train.check_split import SplitCheck
-from nestpipe.train.checkpoint import load, save
 from nestpipe.train.digest import digest
-from nestpipe.train.loss import loss_sums
+from nestpipe.train.fit_result import Callback, FitResult
+from nestpipe.train.loss import loss_sums, weighted_mean
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.tables_io import export_embedding, import_rows
 
@@ -35,46 +33,6 @@ TRACED_STEPS = 1000
 """Steps whose spans are kept by default, at about 30 spans per step and rank."""
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass
-class FitResult:
-    """Losses, times and validations of one or more calls of fit."""
-
-    num_steps_before: int = 0
-    """Steps of the run before those of this result."""
-    losses: list[float] = field(default_factory=list)
-    """Loss of each step: the global batch's loss sums, each divided by its weight, added up."""
-    num_skipped: int = 0
-    """Batches of weight 0."""
-    times: list[StepTimes] = field(default_factory=StepLog)
-    """Times of the last 1,000 steps on this rank; `times.older` has the totals of earlier steps."""
-    spans: list[Span] | None = None
-    """Spans of all lanes; pass a list to collect them."""
-    traced_steps: range | None = None
-    """Steps whose spans are kept; None for the first 1,000 trained. Batches of weight 0 count as steps here."""
-    validations: list[dict[str, float]] = field(default_factory=list)
-    """Numbers of each validation, and the step after which it ran."""
-    is_stopped: bool = False
-    """Whether a callback has ended the training."""
-    device_bytes: DeviceBytes | None = None
-    """Device memory that the embeddings of the largest batch need by the formula; None without a budget."""
-    peak_device_bytes: int = 0
-    """Peak device memory of the embeddings; 0 without a budget."""
-
-
-class Callback(Protocol):
-    """Hook that fit calls on all ranks at a step boundary, when rows are current. Its time counts in no step.
-
-    Put long work in `with trainer.world.busy()`: errors of ranks that wait for this one then name it.
-    """
-
-    @property
-    def every(self) -> int:
-        """Steps between two calls."""
-
-    def __call__(self, trainer: "Trainer", result: FitResult) -> bool:
-        """Returns whether to end the training after this step; one rank's True ends it on all ranks."""
 
 
 class Trainer:
@@ -110,8 +68,7 @@ class Trainer:
         _check_device(model, self.world.device)
         self.autocast = autocast
         self._forward = torch.compile(model, dynamic=True) if compiled else model
-        self.optimizer = dense_optimizer(model.parameters())
-        self.reducer = DenseReducer(model, self.world)
+        self.optimizer, self.reducer = dense_optimizer(model.parameters()), DenseReducer(model, self.world)
         self.clip_norm = clip_norm
         """Largest joint norm of the global batch's dense gradients."""
         self.clip_rows = clip_rows
@@ -123,6 +80,13 @@ class Trainer:
         self.recipe: str | None = None
         """Text of the recipe, saved with the model."""
         self._loaded_data_state: Mapping[str, Any] | None = None
+        self.saver = Saver()
+        """Saves of this trainer, and the one under way."""
+        self.load_report = LoadReport()
+        """What the last load has taken from its checkpoint, made new and dropped."""
+        self.load_problems: tuple[str, ...] = ()
+        """What was wrong with newer checkpoints, which the last load has passed over."""
+        self._damaged: tuple[str, ...] = ()
         self.num_steps = 0
         self.num_skipped = 0
         """Batches of weight 0 so far. They do not count as steps, but the data advances."""
@@ -188,6 +152,9 @@ class Trainer:
                     self._train(step)
                     self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
                     source.advance_to(pipeline.num_applied + pipeline.num_skipped)
+                    if self.saver.is_written(pipeline.num_saves_written):
+                        pipeline.end_step()
+                        self.saver.finish()
                     if due := [callback for callback in callbacks if self.num_steps % callback.every == 0]:
                         pipeline.end_step()
                         if self._is_stopped_by(due, result):
@@ -197,6 +164,7 @@ class Trainer:
                             after_step(result)
         finally:
             self._pipeline = None
+            result.is_stop_requested |= pipeline.is_stop_agreed
             # A device reports a failed step late: the dense parameters have its update by then, no row has.
             self.is_partially_updated |= pipeline.partially_updated or pipeline.failed_step is not None
             self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
@@ -281,26 +249,72 @@ class Trainer:
                 )
             )
 
-    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, replaces_newer: bool = False) -> None:
-        """Writes a checkpoint into a folder of checkpoints, then removes older ones. All ranks call it.
+    def save(
+        self,
+        path: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        replaces_newer: bool = False,
+        keep: int = 1,
+        complete_every: int = 1,
+    ) -> None:
+        """Writes a checkpoint into a folder of checkpoints, then removes older ones but the last `keep`. All ranks call
+        it, within fit at a step boundary.
 
         The folder must be new, empty, or one of checkpoints already. A checkpoint of more steps than this trainer's is
-        not replaced unless `replaces_newer` is set. `extra` is saved with the model; `load` returns it.
+        not replaced unless `replaces_newer` is set. `extra` is saved with the model; `load` returns it. With `wait`
+        False, training may go on while the checkpoint is written: fit, the next save or `finish_save` completes it, and
+        raises if it has failed. complete_every: 10, for example, lets nine of ten saves in a row write only what has
+        changed since the one before.
         """
         self.flush()
-        save(self, Path(path), dict(extra or {}), replaces_newer)
+        options = SaveOptions(keep, complete_every, replaces_newer, self._damaged)
+        self.saver.begin(self._subject(), Path(path), extra or {}, options)
+        if wait:
+            self.saver.finish(waits_for_removal=True)
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores what `save` wrote, for an exact continuation at the same world size. Returns the saved `extra`.
+    def finish_save(self) -> None:
+        """Completes a save that was begun with wait=False. All ranks call it."""
+        self.saver.finish(waits_for_removal=True)
 
-        `data_state()` then returns where the data continues. A load that fails leaves this trainer as it was.
+    def load(self, path: str | Path, *, strict: bool = True) -> dict[str, Any]:
+        """Restores what `save` wrote, for an exact continuation at the same world size; another one has the same rows.
+        Returns the saved `extra`.
+
+        Of a folder with several checkpoints, the newest good one is taken; `load_problems` says what is wrong with
+        newer ones. `data_state()` then returns where the data continues. strict: False takes what still fits into a
+        changed model; `load_report` says what. A load that fails leaves this trainer as it was.
         """
         self._refuse_within_fit("load")
-        loaded = load(self, Path(path))
-        self.store, self.num_steps, self.pool = loaded.store, loaded.num_steps, None
-        self._source, self._loaded_data_state = None, loaded.data_state
+        self.saver.finish()
+        try:
+            loaded = load(self._subject(), self.empty_store, Path(path), strict)
+        except LeftHalfwayError:
+            self.is_partially_updated = True
+            raise
+        self.store, self.pool, self._source = loaded.store, None, None
+        self.num_steps, self.num_skipped = loaded.num_steps, loaded.num_skipped
+        self._loaded_data_state = loaded.data_state
+        self.load_report, self.load_problems, self._damaged = loaded.report, loaded.problems, loaded.damaged
         self.is_partially_updated = False
         return loaded.extra
+
+    def _subject(self) -> Subject:
+        return Subject(
+            world=self.world,
+            tables=self.tables,
+            store=self.store,
+            seed=self.seed,
+            num_steps=self.num_steps,
+            num_skipped=self.num_skipped,
+            num_micro_batches=self.options.num_micro_batches,
+            data_state=self.data_state(),
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_schedule=self.lr_schedule,
+            recipe=self.recipe,
+        )
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
         """Returns the keys of a table, ascending, and their rows as plain torch, on every rank."""
@@ -328,7 +342,7 @@ class Trainer:
             with self.world.watch.doing("forward and backward"):  # may compile, at any step
                 with self.precision():
                     sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
-                loss = _sum([_divided(value, step.weights[name]) for name, value in sums.items()])
+                loss = weighted_mean(sums, step.weights)
                 with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
                     loss.backward()
             losses.append(loss.detach())
@@ -384,12 +398,3 @@ def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
     if result.device_bytes is None or largest.total > result.device_bytes.total:
         result.device_bytes = largest
     result.peak_device_bytes = max(result.peak_device_bytes, pipeline.budget.peak_bytes)
-
-
-def _sum(losses: list[Tensor]) -> Tensor:
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-
-def _divided(loss_sum: Tensor, weight: float) -> Tensor:
-    """Returns the loss sum over its weight, or 0 if nothing in the global batch has weight."""
-    return loss_sum / weight if weight > 0 else loss_sum * 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nestpipe.checkpoint.manifest import sealed
 from nestpipe.cli.main import app
 from tests.cli.test_train import SMALL
 
@@ -72,7 +73,7 @@ def test_refusals(saved: Path, tmp_path: Path) -> None:
     assert "evaluate.num_samples is 0: nothing is evaluated" in refused(str(saved), expected=1)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text('{"checksums": {}, "world_size": 1}')
+        (tmp_path / name / "manifest.json").write_text(sealed({"checksums": {}, "world_size": 1}))
     assert f"several checkpoints, {tmp_path / 'one'}, {tmp_path / 'two'}; name one" in refused(str(tmp_path))
     assert f"{tmp_path / 'one'} was saved without a recipe" in refused(str(tmp_path / "one"))
     (tmp_path / "one" / "manifest.json").write_text("[]")

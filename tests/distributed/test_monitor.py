@@ -1,7 +1,9 @@
 """The requests of many ranks' monitors to their store, and their conclusions. The store is a dictionary here."""
 
+import socket
 import time
 from collections import Counter
+from contextlib import ExitStack
 from threading import Event, Lock
 
 import pytest
@@ -62,10 +64,17 @@ class RankStore:
         return [values[key] for key in keys]
 
 
-def start(store: CountingStore, num_ranks: int, timeout_seconds: float, stall_seconds: float = 600.0) -> list[Monitor]:
+def start(
+    store: CountingStore,
+    num_ranks: int,
+    timeout_seconds: float,
+    stall_seconds: float = 600.0,
+    activities: list[Activity] | None = None,
+) -> list[Monitor]:
+    activities = activities or [Activity() for _ in range(num_ranks)]
     monitors = [
-        Monitor(rank, num_ranks, store.for_rank(rank), Activity(), timeout_seconds, stall_seconds)
-        for rank in range(num_ranks)
+        Monitor(rank, num_ranks, store.for_rank(rank), activity, timeout_seconds, stall_seconds)
+        for rank, activity in enumerate(activities)
     ]
     until(lambda: all(monitor.is_complete for monitor in monitors))
     return monitors
@@ -99,6 +108,27 @@ def test_one_request_a_second_and_rank() -> None:
     monitors[0].timeout_seconds = 25.0
     assert monitors[0].tick_seconds == 1.0
     stop(monitors)
+
+
+def test_a_slow_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every rank that waits names it, with no more requests than before. Fails if Monitor._tick reads the heartbeats of
+    all ranks in a request of its own, or if Monitor._warn prints at every look."""
+    store, activities = CountingStore(), [Activity() for _ in range(12)]
+    activities[4].where = "step 7"
+    with ExitStack() as waits:
+        for rank, activity in enumerate(activities):
+            if rank != 4:
+                waits.enter_context(activity.doing("dense reduction", is_remote=True, is_caller=True))
+        monitors = start(store, 12, timeout_seconds=5.0, stall_seconds=5.0, activities=activities)
+        store.num_requests.clear()
+        started = time.monotonic()
+        time.sleep(2.0)  # four times as long as a wait that is worth a line
+        assert max(store.num_requests.values()) <= (time.monotonic() - started) / monitors[0].tick_seconds + 1
+        stop(monitors)
+    lines = capfd.readouterr().err.splitlines()
+    slow = f"rank 4 is slow (step 7, in the caller's own code, on host {socket.gethostname()}, since 2"
+    assert all(slow in line for line in lines)
+    assert sorted(int(line.split()[2].rstrip(":")) for line in lines) == [rank for rank in range(12) if rank != 4]
 
 
 def test_a_whole_host_that_goes_silent() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
@@ -74,7 +74,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 def routed(channel: Channel, world: World) -> Route | None:
     batch = dedup_batch(FEATURES, world.batches[channel.rank], world.num_micro_batches, world.size, 1, GIVEN_ORDER)
-    return route_keys(batch, FEATURES, channel)
+    return route_keys(batch, FEATURES, channel, Notice())
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """A rank that raises in the middle of a step, is killed, interrupted, stopped, or hangs: every other rank reports it in
 time.
 
-Fails, for example, if Pipeline.__exit__ does not report an error, or if Monitor._check_silence or _check_stall does not
-publish.
+Each report names the rank's host, step and stage, and since when it is lost.
+
+Fails, for example, if Pipeline.__exit__ does not report an error, if Monitor._check_silence or _check_stall does not
+publish, or if Activity.doing does not note where an error was raised.
 """
 
 import os
 import re
 import signal
+import socket
 import time
 from dataclasses import replace
 from threading import Timer
@@ -40,8 +43,9 @@ def misbehave(kind: str) -> None:
     time.sleep(60)
 
 
-def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[str, str, float, str]:
-    """Returns the error's type, its text, the time after the last good step, and the error of a second fit."""
+def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[str, str, float, str, float]:
+    """Returns the error's type, its text, the time after the last good step, the error of a second fit, and the time of
+    day at the last good step."""
     world.watch.timeout_seconds = TIMEOUT_SECONDS
     world.watch.stall_seconds = STALL_SECONDS
     trainer = make_trainer(world, replace(CASE, schedule=schedule))
@@ -56,7 +60,7 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
     trainer.check_split = False
     batches = share_of(global_batches(CASE.steps), world)
     trainer.fit(batches[:BAD_STEP])
-    started = time.perf_counter()
+    started, time_of_day = time.perf_counter(), time.time()
     try:
         trainer.fit(batches[BAD_STEP:])
         raised: BaseException = AssertionError("nothing was raised")
@@ -68,18 +72,27 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
         again = "nothing"
     except RankError as error:
         again = str(error)
-    return type(raised).__name__, str(raised), seconds, again
+    return type(raised).__name__, str(raised), seconds, again, time_of_day
 
 
+HERE, LAST = "step 3, in forward and backward", r"[\w ]+, in [\w ']+"
 CASES = {
-    "raises": ("KeyError", "KeyError: 'no such layer'", 3.0),
-    "interrupted": ("KeyboardInterrupt", "it was interrupted .Ctrl-C.", 3.0),
-    "killed": (None, "its connection was closed, it has died", 6.0),
-    "hangs": (None, "no progress for . s, it hangs .step 3, in forward and backward.", STALL_SECONDS + 5),
-    "stopped": (None, "no sign of life for . s: it is stopped, or cut off", TIMEOUT_SECONDS + 3),
+    "raises": ("KeyError", "KeyError: 'no such layer'", f"{HERE}, at", 3.0),
+    "interrupted": ("KeyboardInterrupt", r"it was interrupted \(Ctrl-C\)", f"{HERE}, at", 3.0),
+    "killed": (None, "its connection was closed, it has died", f"{LAST}, last seen", 6.0),
+    "hangs": (None, "no progress for . s, it hangs", f"{HERE}, since", STALL_SECONDS + 5),
+    "stopped": (
+        None,
+        "no sign of life for . s: it is stopped, or cut off from the network",
+        f"{LAST}, last seen",
+        TIMEOUT_SECONDS + 3,
+    ),
 }
-"""By kind: the bad rank's own error, the text on other ranks, and the longest time in seconds."""
-HOLDER_STOPPED = "it holds the ranks' store, which has not answered for . s: that process is stopped, or cut off"
+"""By kind: the bad rank's own error, the text on other ranks, the place of the bad rank, and the longest time in
+seconds."""
+HOLDER_STOPPED = (
+    "it holds the ranks' store, which has not answered for . s: that process is stopped, or cut off from this rank"
+)
 
 
 @pytest.mark.parametrize("schedule", NESTED)
@@ -93,20 +106,25 @@ HOLDER_STOPPED = "it holds the ranks' store, which has not answered for . s: tha
 )
 def test_every_rank_reports_it(schedule: str, kind: str, size: int, bad_rank: int) -> None:
     """Rank 0 holds the store: in version 0.1 the others waited for ever when it was stopped."""
-    own_error, text, most_seconds = CASES[kind]
+    own_error, text, place, most_seconds = CASES[kind]
     if kind == "stopped" and bad_rank == 0:
         text = HOLDER_STOPPED
     num_results = size if own_error else size - 1
     results = run_fragile_ranks(size, lose_a_rank, kind, bad_rank, schedule, num_results=num_results)
     assert len(results) == num_results
-    for rank, (name, message, seconds, again) in results.items():
+    where, word = place.rsplit(", ", 1)
+    details = rf"\({where}, on host {re.escape(socket.gethostname())}, {word} (\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d)\)"
+    for rank, (name, message, seconds, again, time_of_day) in results.items():
         assert seconds < most_seconds
         assert "start them again" in again
         if rank == bad_rank:
             assert name == own_error
         else:
             assert name == "RankError", message
-            assert re.search(f"rank {bad_rank} failed: {text}", message), message
+            found = re.search(f"rank {bad_rank} failed: {text} {details}", message)
+            assert found, message
+            since = time.mktime(time.strptime(found.group(1), "%Y-%m-%d %H:%M:%S"))
+            assert -2 < since - time_of_day < 3
             assert message.startswith(f"step {BAD_STEP}, in ")
 
 

@@ -1,8 +1,12 @@
-"""Ranks wait for a slow rank as long as it makes progress; ranks that wait for each other are given up.
+"""Ranks wait for a slow rank as long as it makes progress, and name it; ranks that wait for each other are given up.
 
-Fails if Monitor._run writes a heartbeat only once.
+Fails if Monitor._run writes a heartbeat only once, or if Monitor._warn prints nothing.
 """
 
+import io
+import re
+import socket
+import sys
 import time
 from collections.abc import Iterator
 
@@ -12,8 +16,9 @@ from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_fragile_ranks
 
 CASE = Case("adagrad", "pooled_sum", 2, steps=6, schedule="nested")
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS, STALL_SECONDS = 1.0, 8.0
 SLOW_SECONDS = 1.6
+"""More than a tenth of STALL_SECONDS, after which ranks that wait say so."""
 
 
 def slow(batches: list[Batch]) -> Iterator[Batch]:
@@ -24,9 +29,11 @@ def slow(batches: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def train_slowly(world: World) -> tuple[int, list[str]]:
-    """Trains with rank 1 slow in its reader, in forward (as if it compiled), in after_step and in a callback."""
-    world.watch.timeout_seconds = TIMEOUT_SECONDS
+def train_slowly(world: World) -> tuple[int, list[str], str]:
+    """Trains with rank 1 slow in its reader, in forward (as if it compiled), in after_step and in a callback. Returns
+    the steps, the places, and what the rank has printed."""
+    world.watch.timeout_seconds, world.watch.stall_seconds = TIMEOUT_SECONDS, STALL_SECONDS
+    sys.stderr = io.StringIO()
     trainer = make_trainer(world, CASE)
     forward, places = trainer.model.forward, []
 
@@ -55,12 +62,21 @@ def train_slowly(world: World) -> tuple[int, list[str]]:
     with world.busy():
         rest("busy")
     world.control.share_text("here")
-    return trainer.num_steps, places
+    return trainer.num_steps, places, sys.stderr.getvalue()
 
 
 def test_a_slow_rank_is_not_given_up() -> None:
+    """Rank 0 prints one line for each wait that takes long, with rank 1's place and host, and since when."""
     results = run_fragile_ranks(2, train_slowly, num_results=2)
-    assert results == {0: (6, []), 1: (6, ["after_step", "forward", "callback", "busy"])}
+    assert [results[rank][:2] for rank in range(2)] == [(6, []), (6, ["after_step", "forward", "callback", "busy"])]
+    assert results[1][2] == ""
+    time_of = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    waiting = rf"nestpipe: rank 0: [\w ]+, in [\w ]+ since {time_of}: rank 1 is slow "
+    slow = rf"\([\w ]+, in ([\w ]+), on host {re.escape(socket.gethostname())}, since {time_of}\)"
+    lines = [re.fullmatch(waiting + slow, line) for line in results[0][2].splitlines()]
+    assert all(lines), results[0][2]
+    places = ["the split check", "after_step", "prefetch", "forward and backward", "callbacks", "long work"]
+    assert all(sum(place in line.group(1) for line in lines if line is not None) == 1 for place in places)
 
 
 def meet_elsewhere(world: World) -> tuple[str, str]:
@@ -81,4 +97,4 @@ def test_ranks_that_wait_for_each_other() -> None:
         name, text = results[rank]
         assert name == "RankError"
         assert f"rank {other} failed: no progress for " in text
-        assert f"it hangs ({place})" in text
+        assert f"it hangs ({place}, on host {socket.gethostname()}, since 2" in text

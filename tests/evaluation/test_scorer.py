@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import World
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.embedding.read import read_batch
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
+from tests.checkpoint.saved import DENSE, SHARD, flip
 from tests.clicks import DATA, batches, features, make_trainer, model
 from tests.ranks import run_ranks
 
@@ -51,7 +52,10 @@ def test_refuses_what_does_not_fit(tmp_path: Path) -> None:
         nestpipe.evaluation.Scorer(model(), other, tmp_path / "save")
     with pytest.raises(ValueError, match="Linear has no method predict"):
         nestpipe.evaluation.Scorer(nn.Linear(1, 1), features(), tmp_path / "save")
-    file = find_checkpoint(tmp_path / "save") / "rank0.pt"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="its checksum is not that of the manifest"):
-        nestpipe.evaluation.Scorer(model(), features(), tmp_path / "save")
+    saved = find_checkpoint(tmp_path / "save")
+    for name, text in ((SHARD, "its checksum is wrong"), (DENSE, "its checksum is not that of the manifest")):
+        flip(saved / name, 200)
+        with pytest.raises(CheckpointError, match=text):
+            nestpipe.evaluation.Scorer(model(), features(), tmp_path / "save")
+        flip(saved / name, 200)
+    nestpipe.evaluation.Scorer(model(), features(), tmp_path / "save")

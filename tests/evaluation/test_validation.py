@@ -17,7 +17,8 @@ import nestpipe
 from nestpipe import Batch, World
 from nestpipe.evaluation.validation import Validation
 from nestpipe.pipelining.schedule import SCHEDULES
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 from tests.schedules import OUTER
 

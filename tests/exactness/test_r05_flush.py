@@ -12,7 +12,7 @@ import torch
 
 from nestpipe import Batch, Trainer, World
 from nestpipe.pipelining.schedule import OVERLAPPING
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import FitResult
 from tests.exactness.cases import Case, make_trainer, on_ranks
 from tests.exactness.test_r06_capacity import STREAMS, batches_of, resident_bytes
 

@@ -14,7 +14,8 @@ from nestpipe import World
 from nestpipe.data import Batch
 from nestpipe.embedding.optim import SGD
 from nestpipe.pipelining import NonFiniteError
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import OPTIMIZERS, Case, global_batches, make_trainer, on_ranks, share_of, train
 from tests.exactness.test_e1_bit_identical import digests, train_some
 

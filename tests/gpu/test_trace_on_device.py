@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import FitResult
 from tests.exactness.cases import Case, global_batches, make_trainer
 
 CYCLES = 40_000_000

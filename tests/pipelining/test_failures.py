@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, Pooled, Table, Trainer, World, init, optim
+from nestpipe.checkpoint import CheckpointError
 from nestpipe.optim import RowOptimizer
-from nestpipe.train.checkpoint import CheckpointError
 from tests.exactness.cases import (
     Case,
     global_batches,

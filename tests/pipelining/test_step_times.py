@@ -13,7 +13,7 @@ from nestpipe.pipelining.stage import BUSY, STAGES
 from nestpipe.pipelining.step_times import KEPT_STEPS, MOST_BLOCKS, StepLog, StepTimes
 from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.recipe.summary import STEP_FIELDS, counted, step_value, summarise
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import FitResult
 from tests.exactness.cases import Case, global_batches, make_trainer
 
 

@@ -209,7 +209,8 @@ def test_text_of_a_config() -> None:
         '\n[[tables]]\nname = "a \\"b\\"\\n\\u007f"\ninit = "normal"\ninit_scale = 0.02\nlr = 1e-05\nfrozen = false\n'
         in text
     )
-    assert text.endswith("[checkpoint]\nevery = 0\n")
+    kept = 'keep = 2\ncomplete_every = 10\non_error = "stop"\nstrict = true\n'
+    assert text.endswith(f"[checkpoint]\nevery = 0\n{kept}")
 
 
 def test_describe_lists_every_key() -> None:

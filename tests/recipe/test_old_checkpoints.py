@@ -1,6 +1,6 @@
 """Checkpoints of earlier versions load, and evaluate to the numbers that their runs printed.
 
-Fails, for example, if read_all does not know format 1, or if a retired key of the saved recipe is refused.
+Fails, for example, if load._read does not know format 1, or if a retired key of the saved recipe is refused.
 """
 
 import json
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from nestpipe import World
+from nestpipe.checkpoint import find_checkpoint, read_recipe
 from nestpipe.recipe.config import RETIRED
 from nestpipe.recipe.run import evaluate_saved, run
 from nestpipe.recipe.text import change_config, load_config, parse_config
 from nestpipe.recipe.value import ConfigError
-from nestpipe.train.checkpoint import find_checkpoint, read_recipe
+from tests.checkpoint.saved import OWN_FILES
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 
 FOLDER = Path(__file__).parent.parent / "checkpoints" / "v0.1"
@@ -58,15 +59,16 @@ def test_loads_and_goes_on(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_in_the_old_folder(tmp_path: Path) -> None:
-    """The files of 0.1 are removed once the first new checkpoint is complete."""
+    """The files of 0.1 count as a checkpoint: two are kept, so the second new one replaces them."""
     folder = tmp_path / "save"
     shutil.copytree(FOLDER / "clicks-1", folder)
     recipe, _ = read_recipe(folder)
-    config = change_config(parse_config(recipe, ""), [f"checkpoint.dir={folder}", "train.steps=3"])
-    summary = run(config, World())
-    assert (summary["steps"], summary["resumed_from_step"]) == (3, 2)
-    assert sorted(child.name for child in folder.iterdir()) == ["nestpipe-checkpoints.json", "step-00000003"]
-    assert find_checkpoint(folder) == folder / "step-00000003"
+    for steps, kept in ((3, {"manifest.json", "dense.pt", "rank0.pt"}), (4, {"step-00000003"})):
+        config = change_config(parse_config(recipe, ""), [f"checkpoint.dir={folder}", f"train.steps={steps}"])
+        summary = run(config, World())
+        assert (summary["steps"], summary["resumed_from_step"]) == (steps, steps - 1)
+        assert {child.name for child in folder.iterdir()} == {*OWN_FILES, *kept, f"step-{steps:08d}"}
+        assert find_checkpoint(folder) == folder / f"step-{steps:08d}"
 
 
 def test_retired_keys(tmp_path: Path) -> None:

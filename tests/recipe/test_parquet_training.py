@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
+from nestpipe.checkpoint.state_file import read_state
 from nestpipe.distributed import RankError, World
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.run import Summary, evaluate_saved, run
 from nestpipe.recipe.text import parse_config
 from nestpipe.recipe.value import ConfigError
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from tests.files import click_columns, write_parquet
 from tests.ranks import run_ranks
 
@@ -110,8 +110,8 @@ def test_goes_on_with_another_order(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another order of samples: window was 3, is 2"):
         trained(4, 20, load, window=2)
     trained(5, 10, load, f'dir = "{tmp_path}/other"', num_threads=2)
-    rank = torch.load(find_checkpoint(tmp_path / "other") / "rank0.pt", weights_only=True)
-    assert rank["data"]["position"] == 80
+    own = read_state(find_checkpoint(tmp_path / "other") / "rank00000.safetensors", expected=None)
+    assert own["data"]["position"] == 80
 
 
 def test_the_data_ends(folder: Path) -> None:

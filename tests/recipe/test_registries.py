@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nestpipe import World, optim
+from nestpipe.checkpoint import CheckpointError
 from nestpipe.cli.main import app
 from nestpipe.embedding.optim import group_key
 from nestpipe.recipe.build import build
@@ -22,7 +23,6 @@ from nestpipe.recipe.run import Summary, run
 from nestpipe.recipe.text import load_config, parse_config, to_toml
 from nestpipe.recipe.value import ConfigError
 from nestpipe.registry import Registry, RegistryError, datasets, metrics, models, optimizers
-from nestpipe.train.checkpoint import CheckpointError
 
 PACKAGE = Path(__file__).with_name("tiny_package")
 NAMED = ("model.kind=tiny-ranker", "data.kind=tiny-clicks", "row_optimizer.kind=sign-sgd")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from nestpipe import World
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.recipe.resume import with_saved_machine_keys
 from nestpipe.recipe.run import Summary, run
 from nestpipe.recipe.text import load_config
 from nestpipe.recipe.value import ConfigError
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from tests.recipe.test_run import SMALL
 
 

@@ -1,19 +1,20 @@
 """Saving and loading: an exact continuation, and failures that keep the older checkpoint.
 
-Fails, for example, if save writes rows without their state (export columns [:, :dim]), or if publish removes the older
-checkpoints before the rename.
+Fails, for example, if ShardFile.append_rows writes rows without their steps (zeros_like), or if Save.finish does not
+let all ranks agree that they have written.
 """
 
-import json
+import os
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
-import torch
 
 from nestpipe import World
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
+from tests.checkpoint.saved import DENSE, OWN_FILES, SHARD, STATE, edit_manifest
 from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_ranks
 
@@ -41,7 +42,7 @@ def test_continues_exactly(size: int, tmp_path: Path) -> None:
     path = tmp_path / "save"
     results = [continue_from(World(), path)] if size == 1 else run_ranks(size, continue_from, path)
     assert all(whole == continued for whole, continued in results)
-    assert sorted(child.name for child in path.iterdir()) == ["nestpipe-checkpoints.json", "step-00000004"]
+    assert sorted(child.name for child in path.iterdir()) == [*OWN_FILES, "step-00000004"]
 
 
 def failed_save(world: World, path: Path) -> tuple[str, bool]:
@@ -53,20 +54,23 @@ def failed_save(world: World, path: Path) -> tuple[str, bool]:
     digest = trainer.digest()
     trainer.fit(batches[2:])
     message = ""
-    original = torch.save
+    original = os.writev
 
-    def full_disk(content: object, out: BinaryIO) -> None:
-        original(content, out)
-        if out.name.name == f"rank{world.size - 1}.pt":
+    def full_disk(descriptor: int, parts: Sequence[memoryview]) -> int:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name != f"rank{world.size - 1:05d}-shard001.rows":
+            return original(descriptor, parts)
+        if len(parts) > 1:
             raise OSError(28, "No space left on device")
+        return original(descriptor, [parts[0][:40]])
 
-    torch.save = full_disk
+    os.writev = full_disk
     try:
         trainer.save(path)
     except CheckpointError as error:
         message = str(error)
     finally:
-        torch.save = original
+        os.writev = original
     again = make_trainer(world, CASE)
     again.load(path)
     return message, again.digest() == digest
@@ -78,9 +82,10 @@ def test_full_disk_leaves_the_old_one(size: int, tmp_path: Path) -> None:
     results = [failed_save(World(), path)] if size == 1 else run_ranks(size, failed_save, path)
     for message, old_is_good in results:
         assert f"rank {size - 1}: OSError" in message
-        assert f"no space left on the disk: '{path}/step-00000008.partial/rank{size - 1}.pt'" in message
+        file = rf"{path}/step-00000008\.partial-[0-9a-f]+/rank{size - 1:05d}-shard001\.rows"
+        assert re.search(f"no space left on the disk: '{file}'", message)
         assert old_is_good
-    assert sorted(child.name for child in path.iterdir()) == ["nestpipe-checkpoints.json", "step-00000002"]
+    assert sorted(child.name for child in path.iterdir()) == [*OWN_FILES, "step-00000002"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -99,25 +104,21 @@ def saved(tmp_path: Path) -> Path:
 
 
 def truncate(path: Path) -> None:
-    file = path / "rank0.pt"
+    file = path / SHARD
     file.write_bytes(file.read_bytes()[:-100])
-
-
-def edit_manifest(path: Path, **values: object) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | values))
 
 
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (truncate, "rank0.pt is damaged or of another save"),
-        (lambda path: (path / "dense.pt").write_bytes(b"something else"), "dense.pt is damaged"),
-        (lambda path: (path / "rank0.pt").unlink(), "No such file"),
+        (truncate, f"{SHARD} has "),
+        (lambda path: (path / DENSE).write_bytes(b"something else"), f"{DENSE} is damaged"),
+        (lambda path: (path / STATE).write_bytes(b"something else"), f"{STATE} is damaged"),
+        (lambda path: (path / SHARD).unlink(), "No such file"),
         (lambda path: (path / "manifest.json").unlink(), "is not a complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
-        (lambda path: edit_manifest(path, world_size=2), "world_size is 2 in the checkpoint, 1 here"),
+        (lambda path: edit_manifest(path, world_size=2), "rank00001.json cannot be read: No such file"),
         (lambda path: edit_manifest(path, format=99), "format is 99 in the checkpoint"),
         (lambda path: edit_manifest(path, tables={}), "tables are [] in the checkpoint, ['item'] here"),
         (lambda path: shutil.move(path, path.with_name("other")), "there is no folder"),

@@ -1,11 +1,10 @@
 """A checkpoint holds all of the state and nothing else, and is loaded whole or not at all.
 
-Fails, for example, if `plain` returns views as they are, if check_dense does not compare kinds, or if `load` does not
-put back what it had set before another rank refused.
+Fails, for example, if ShardFile writes whole buffers of rows, if check_dense does not compare kinds, or if `load` does
+not put back what it had set before another rank refused.
 """
 
 import ctypes
-import hashlib
 import math
 import os
 import re
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, World
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.embedding.optim import Adagrad, RowOptimizer
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint
 from nestpipe.train.trainer import Trainer
+from tests.checkpoint.saved import content_of, shards_of
 from tests.exactness.cases import Case, Momentum, global_batches, make_trainer, on_ranks, share_of
 from tests.ranks import run_ranks
 
@@ -75,10 +75,6 @@ def batch(*keys: int, rank: int = 0) -> Batch:
     return Batch({"item": Jagged.one_each(torch.tensor(keys))}, {"rank": torch.full((len(keys),), float(rank))})
 
 
-def sums(path: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir())}
-
-
 def test_no_memory_but_the_rows(tmp_path: Path) -> None:
     """Version 0.1 also saved spare capacity, 1,024 rows and an eighth, with arbitrary memory contents."""
     trainer = make()
@@ -86,10 +82,10 @@ def test_no_memory_but_the_rows(tmp_path: Path) -> None:
     contents = []
     for name in ("one", "two"):
         trainer.save(tmp_path / name)
-        contents.append(sums(find_checkpoint(tmp_path / name)))
+        contents.append(content_of(find_checkpoint(tmp_path / name)))
         torch.full((100_000,), 7.0)  # freed memory, which the next save may reuse
     assert contents[0] == contents[1]
-    num_bytes = (find_checkpoint(tmp_path / "one") / "rank0.pt").stat().st_size
+    num_bytes = sum(shard.stat().st_size for shard in shards_of(find_checkpoint(tmp_path / "one")))
     assert num_bytes < 5000 * (8 + 8 + 2 * 4 * 4) + 4096
 
 
@@ -219,7 +215,7 @@ def keep_what_differs(world: World, path: Path) -> tuple[float, float, object, s
 def test_what_differs_by_rank(size: int, tmp_path: Path) -> None:
     """Version 0.1 gave every rank the buffers of rank 0, and crashed on extra state.
 
-    Fails if read_all does not look for the rank's own state.
+    Fails if load._read does not take the rank's own state.
     """
     results = on_ranks(size, keep_what_differs, tmp_path)
     assert [result[0] for result in results] == [3.0 + 6.0 * rank for rank in range(size)]
@@ -252,9 +248,10 @@ def save_on_a_small_disk(world: World, path: Path) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk, which needs root; runs in CI")
 def test_full_disk(tmp_path: Path) -> None:
-    """Fails if `write` raises torch's own error, 'unexpected pos'."""
+    """Fails if ShardFile._write raises the error without the file's name."""
     ((num_steps, message),) = run_ranks(1, save_on_a_small_disk, tmp_path)
-    assert f"no space left on the disk: '{tmp_path}/save/step-00000002.partial/rank0.pt'" in message
+    file = rf"{tmp_path}/save/step-00000002\.partial-[0-9a-f]+/rank00000-shard00\d\.rows"
+    assert re.search(f"no space left on the disk: '{file}'", message)
     assert num_steps == 1
 
 

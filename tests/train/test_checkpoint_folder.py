@@ -1,7 +1,7 @@
 """A folder of checkpoints: foreign files are never touched, and a complete checkpoint is visible at every moment.
 
-Fails, for example, if claim does not look for a marker, if publish removes older checkpoints before the rename, or if
-_refuse_newer does not compare steps.
+Fails, for example, if claim does not look for a marker, if remove_older is called before publish, or if
+Save._make_staging does not compare steps.
 """
 
 import os
@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from nestpipe import World
-from nestpipe.train.checkpoint import CheckpointError, find_checkpoint, folder, newest_checkpoint
+from nestpipe.checkpoint import CheckpointError, find_checkpoint, folder, newest_checkpoint
 from nestpipe.train.trainer import Trainer
+from tests.checkpoint.saved import DENSE, SHARD
 from tests.exactness.cases import Case, global_batches, make_trainer
 
 CASE = Case("adam", "shared", 1)
-MARKER = folder.MARKER
+MARKER, LOCK = folder.MARKER, folder.LOCK
 
 
 def trained(steps: int) -> Trainer:
@@ -27,7 +28,9 @@ def trained(steps: int) -> Trainer:
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    """Returns the content of each file but the lock, which says since when it is held."""
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != LOCK]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "manifest.json", "step-00000001/notes.txt", "best/rank0.pt"])
@@ -62,7 +65,7 @@ def test_the_best_may_come_first(tmp_path: Path) -> None:
     trainer = trained(1)
     trainer.save(tmp_path / "best")
     trainer.save(tmp_path)
-    assert {child.name for child in tmp_path.iterdir()} == {MARKER, "best", "step-00000001"}
+    assert {child.name for child in tmp_path.iterdir()} == {MARKER, LOCK, "best", "step-00000001"}
 
 
 def test_more_steps_are_not_replaced(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_more_steps_are_not_replaced(tmp_path: Path) -> None:
         shorter.save(tmp_path)
     assert content(tmp_path) == before
     shorter.save(tmp_path, replaces_newer=True)
-    assert {child.name for child in tmp_path.iterdir()} == {MARKER, "step-00000002"}
+    assert {child.name for child in tmp_path.iterdir()} == {MARKER, LOCK, "step-00000002"}
 
 
 def test_the_same_step_again(tmp_path: Path) -> None:
@@ -87,16 +90,16 @@ def test_the_same_step_again(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == checkpoint
 
 
-CALLS = ("os.fsync", "os.rename", "os.replace", "os.unlink", "os.rmdir", "os.mkdir")
+CALLS = ("os.fsync", "os.rename", "os.replace", "os.unlink", "os.rmdir", "os.mkdir", "os.open", "os.writev")
 
 
-def die_at(number: int, trainer: Trainer, path: Path) -> None:
-    """Saves, and kills the process just before the number-th call that changes a name on disk or syncs it.
+def die_at(number: int, calls: tuple[str, ...], trainer: Trainer, path: Path) -> None:
+    """Saves, and kills the process just before the number-th of these calls, which change the disk or sync it.
 
     It runs in a forked process, which must not compute because it lacks torch's threads.
     """
     left = number
-    originals = {name: getattr(os, name.removeprefix("os.")) for name in CALLS}
+    originals = {name: getattr(os, name.removeprefix("os.")) for name in calls}
 
     def counting(name: str):
         def call(*arguments: object, **options: object) -> object:
@@ -108,7 +111,7 @@ def die_at(number: int, trainer: Trainer, path: Path) -> None:
 
         return call
 
-    for name in CALLS:
+    for name in calls:
         setattr(os, name.removeprefix("os."), counting(name))
     trainer.save(path)
 
@@ -130,7 +133,7 @@ def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
         if child == 0:
             code = 1
             try:
-                die_at(number, new, path)
+                die_at(number, CALLS if has_old else CALLS[:-2], new, path)
                 code = 0
             finally:
                 os._exit(code)
@@ -142,7 +145,7 @@ def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
         endings.add(survivor.num_steps)
         survivor.fit(global_batches(3 - survivor.num_steps))
         survivor.save(path)
-        assert {child.name for child in path.iterdir()} == {MARKER, "step-00000003"}
+        assert {child.name for child in path.iterdir()} == {MARKER, LOCK, "step-00000003"}
         if not was_killed:
             break
     assert number > 8
@@ -150,7 +153,7 @@ def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
 
 
 def test_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if `write` or `publish` does not sync before the rename, or if a new folder's parent is not synced."""
+    """Fails if ShardFile.finish, write_state or publish does not sync, or if a new folder's parent is not synced."""
     trainer, calls = trained(1), []
     fsync, rename = os.fsync, os.rename
 
@@ -165,9 +168,12 @@ def test_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     trainer.save(tmp_path / "a" / "b")
+    calls = [name.partition("partial-")[0] for name in calls]  # a random number follows
     assert calls == [
         *(f"{MARKER}.new", "b", "a", tmp_path.name),
-        *("rank0.pt", "dense.pt", "manifest.json.new", "step-00000001.partial"),
+        *(f"rank00000-shard00{shard}.rows" for shard in range(4)),
+        *("dense.safetensors", "rank00000.safetensors", "rank00000.json.new", "manifest.json.new"),
+        "step-00000001.",
         *("-> step-00000001", "b"),
     ]
 
@@ -227,14 +233,14 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     newer = tmp_path / "step-00000002"
     trained(2).save(tmp_path / "other")
     (tmp_path / "other" / newer.name).rename(newer)
-    file = newer / "rank0.pt"
+    file = newer / SHARD
     file.write_bytes(file.read_bytes()[:-1])
     newest, problems = newest_checkpoint(tmp_path)
     assert newest == tmp_path / "step-00000001"
     assert len(problems) == 1
-    assert "rank0.pt has" in problems[0]
-    (tmp_path / "step-00000001" / "dense.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged: .*rank0.pt has.*dense.pt is missing"):
+    assert f"{SHARD} has" in problems[0]
+    (tmp_path / "step-00000001" / DENSE).unlink()
+    with pytest.raises(CheckpointError, match=rf"every checkpoint .* is damaged: .*{SHARD} has.*{DENSE} is missing"):
         newest_checkpoint(tmp_path)
 
 

@@ -13,7 +13,8 @@ import pytest
 from nestpipe import Batch, World
 from nestpipe.data.dataset import Batches
 from nestpipe.pipelining.schedule import SCHEDULES
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import GLOBAL_BATCH, Case, global_batches, make_trainer, on_ranks
 
 CASE = Case("adam", "shared", 2)

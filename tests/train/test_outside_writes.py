@@ -12,7 +12,7 @@ from nestpipe.data import Batch, Jagged
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import DictStore, HostStore, Piece, TableSpec
-from nestpipe.train.trainer import FitResult
+from nestpipe.train.fit_result import FitResult
 from tests.exactness.cases import GLOBAL_BATCH, NUM_KEYS, Case, global_batches, make_trainer, share_of
 from tests.ranks import run_ranks
 

@@ -32,7 +32,8 @@ from nestpipe.device.streams import is_accelerator
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.store.cores import usable_cores
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 
 TIMEOUT_SECONDS = 90.0
 """Long, because ranks compile kernels and pin memory in their first steps, and on one device one after the other."""

@@ -23,7 +23,8 @@ from nestpipe.distributed import World
 from nestpipe.embedding.optim import SGD, Adagrad
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.models import DLRM
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 
 NUM_DENSE = 13
 NUM_BATCHES = 5

@@ -30,7 +30,8 @@ from nestpipe.models import HSTU
 from nestpipe.pipelining.stage import STAGES
 from nestpipe.pipelining.step_times import StepTimes
 from nestpipe.store import HostStore
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 
 NUM_MICRO_BATCHES = 8
 FILL_ROWS = 250_000

@@ -16,7 +16,7 @@ from nestpipe.bench.h200.one_rank import mean_fields
 from nestpipe.bench.harness.keys import SKEW
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.distributed import World
+from nestpipe.distributed import Notice, World
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.optim import Adagrad
@@ -25,7 +25,8 @@ from nestpipe.embedding.route import route_alone
 from nestpipe.embedding.table import Pooled, Table
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.store import HostStore, unique
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 
 FILL_ROWS = 250_000
 
@@ -162,7 +163,7 @@ def _preload(trainer: Trainer, size: Size, num_slots: int) -> None:
     for ranks in torch.arange(num_slots).flip(0).split(1_000_000):
         keys = _keys_of_ranks(ranks, size)
         batch = Batch({"item": Jagged(keys, torch.tensor([0, len(keys)]))})
-        route = route_alone(dedup_batch(groups, batch, 1, 1, size.num_threads))
+        route = route_alone(dedup_batch(groups, batch, 1, 1, size.num_threads), Notice())
         assert route is not None
         pool.settle(pool.retrieve(route.owner_dedups), None)
     trainer.pool = pool

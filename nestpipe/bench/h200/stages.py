@@ -15,7 +15,7 @@ from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.device.streams import finish
 from nestpipe.device.transfer import host_empty
-from nestpipe.distributed import World
+from nestpipe.distributed import Notice, World
 from nestpipe.embedding.capacity import Capacity
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.group import group_features
@@ -96,7 +96,7 @@ def _retrieve(pool: RowPool, dedups: list[OwnerDedup], step: int | None) -> None
 def _owned(features: dict[str, Feature], keys: Tensor) -> list[OwnerDedup]:
     empty = Jagged(keys[:0], torch.zeros(2, dtype=torch.int64))
     batch = Batch({"history": Jagged(keys, torch.tensor([0, len(keys)])), "target": empty, "negatives": empty})
-    route = route_alone(dedup_batch(group_features(features), batch, 1, 1))
+    route = route_alone(dedup_batch(group_features(features), batch, 1, 1), Notice())
     assert route is not None
     return route.owner_dedups
 

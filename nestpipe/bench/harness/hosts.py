@@ -51,7 +51,7 @@ def linked_hosts(rate: str, burst_bytes: int) -> Iterator[list[Host]]:
     check_possible(2, rate)
     name = f"np{os.getpid()}h"  # interfaces may have 15 characters
     hosts = [Host(f"nestpipe-{os.getpid()}-{i}", f"{name}{i}", f"198.18.0.{i + 1}") for i in range(2)]
-    with _ended_by_signals():
+    with ended_by_signals():
         try:
             _make(hosts, rate, burst_bytes)
             yield hosts
@@ -87,7 +87,7 @@ def _do(*command: str) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Makes the signals that end a process raise, so that `finally` blocks run. By default only Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> None:

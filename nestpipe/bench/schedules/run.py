@@ -21,8 +21,8 @@ from nestpipe.bench.schedules.small import small_batch_records
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import World
 from nestpipe.embedding.optim import Adagrad
-from nestpipe.embedding.table import Feature, Pooled, Table
-from nestpipe.pipelining.pipeline import Pipeline, make_store
+from nestpipe.embedding.table import Feature, Pooled, Table, make_store
+from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.step_times import StepTimes
 from nestpipe.pipelining.trace import Span, Trace
 from nestpipe.recipe.summary import STEP_FIELDS, step_value

@@ -18,7 +18,8 @@ from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
 from nestpipe.recipe.build import build
 from nestpipe.recipe.text import change_config, load_config
-from nestpipe.train.trainer import FitResult, Trainer
+from nestpipe.train.fit_result import FitResult
+from nestpipe.train.trainer import Trainer
 
 BATCH_SIZES = (64, 256, 2048)
 NUM_BATCHES = 12

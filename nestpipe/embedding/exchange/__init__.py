@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.group import FeatureGroups
@@ -53,8 +53,9 @@ class Exchange(Protocol):
     size: int
     """Number of ranks."""
 
-    def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
-        """Tells owners which keys the batch needs. Returns None at the end of data; raises an error on all ranks."""
+    def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
+        """Tells owners which keys the batch needs, and all ranks this rank's notice. Returns None at the end of data;
+        raises an error on all ranks."""
 
     def plan(self, route: Route, window: str) -> Plan | None:
         """Plans what travels with each micro-batch; returns None if nothing travels."""

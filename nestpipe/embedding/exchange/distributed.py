@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.device.streams import Mark, use_here
-from nestpipe.distributed import Channel
+from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.exchange.codec import PLAIN, Codec
@@ -34,8 +34,8 @@ class DistributedExchange:
         self._memory = memory
         self._codec = codec
 
-    def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
-        return route_keys(batch, features, self._route)
+    def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
+        return route_keys(batch, features, self._route, notice)
 
     def plan(self, route: Route, window: str) -> Plan | None:
         return make_plan(route, window, self._route.rank, self._codec.row_bytes)

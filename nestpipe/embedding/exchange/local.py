@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nestpipe.device.streams import use_here
+from nestpipe.distributed import Notice
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import sum_limit
 from nestpipe.embedding.group import FeatureGroups
@@ -26,8 +27,8 @@ class LocalExchange:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def route(self, batch: BatchDedup | Exception, features: FeatureGroups) -> Route | None:
-        return route_alone(batch)
+    def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
+        return route_alone(batch, notice)
 
     def plan(self, route: Route, window: str) -> Plan | None:
         return None

@@ -1,6 +1,6 @@
-"""Bulk operations on keys that need no store: dedup, matching, hashing, grouping by owner or by row."""
+"""Bulk operations on arrays that need no store: dedup, matching, hashing, grouping by owner or by row, checksums."""
 
-from ctypes import byref, c_int64
+from ctypes import byref, c_int64, c_uint32
 
 import torch
 from torch import Tensor
@@ -109,3 +109,13 @@ def hash_keys(table: str, keys: Tensor) -> Tensor:
     hashes = torch.empty_like(keys)
     call("hash", table.encode(), pointer(keys), num_keys, pointer(hashes))
     return hashes
+
+
+def crc32c(data: Tensor, before: int = 0) -> int:
+    """Returns the CRC-32C of a tensor's bytes, behind others whose checksum is `before`. Releases the interpreter's
+    lock."""
+    if not data.is_cpu or not data.is_contiguous():
+        raise ValueError("data must be in host memory and contiguous")
+    checksum = c_uint32()
+    call("crc32c", pointer(data), data.nbytes, before, byref(checksum))
+    return checksum.value

@@ -4,14 +4,14 @@ See csrc/include/nestpipe.h.
 """
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint8, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -108,6 +108,16 @@ class NativeSlotRecords(ctypes.Structure):
     )
 
 
+class NativeRows(ctypes.Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("records", c_void_p),
+        ("steps", c_void_p),
+        ("capacity", c_int64),
+        ("num_columns", c_int64),
+    )
+
+
 class NativeMissingKeys(ctypes.Structure):
     _fields_ = (("indices", c_void_p), ("keys", c_void_p), ("offsets", c_void_p))
 
@@ -150,6 +160,21 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "export": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, POINTER(c_int64)),
     "import": (*_TABLE, *_BUCKETS, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "digest": (*_TABLE, POINTER(c_uint8), c_int32),
+    "snapshot_begin": (*_TABLE, c_int32, POINTER(c_int64), POINTER(c_int64)),
+    "snapshot_erased": (*_TABLE, c_int64, c_void_p),
+    "snapshot_next": (
+        *_TABLE,
+        c_int64,
+        c_int64,
+        c_int64,
+        POINTER(NativeRows),
+        c_void_p,
+        POINTER(c_int64),
+        POINTER(c_int32),
+    ),
+    "snapshot_preserve": (*_TABLE, *_KEYS, POINTER(NativeRows), POINTER(c_int64), POINTER(c_int64)),
+    "snapshot_end": _TABLE,
+    "crc32c": (c_void_p, c_int64, c_uint32, POINTER(c_uint32)),
     "unique": (*_KEYS, c_void_p, c_void_p, POINTER(c_int64), c_int32),
     "group_by_owner": (c_char_p, *_KEYS, c_int32, c_void_p, c_void_p),
     "hash": (c_char_p, *_KEYS, c_void_p),

@@ -1,36 +1,49 @@
 """A folder of checkpoints: which files are ours, which checkpoint is the newest, and how a new one appears.
 
-    DIR/nestpipe-checkpoints.json    the marker, written first: this folder is ours to write to
-    DIR/step-00000060/               one complete checkpoint
-    DIR/step-00000080.partial/       one that is being written
+    DIR/nestpipe-checkpoints.json     the marker, written first: this folder is ours to write to
+    DIR/nestpipe-checkpoints.lock     locked by the process that may write here
+    DIR/step-00000060/                one complete checkpoint
+    DIR/step-00000080.partial-1f/     one that is being written
+    DIR/step-00000050.damaged/        one that was passed over when a run resumed
 
 A checkpoint is written under its `.partial` name. Once every byte is on disk, one rename makes it visible, and only
 then are older ones removed. So whenever a run is killed, the newest complete checkpoint is there under its own name.
 Only files with our names are ever removed, and only in a folder with our marker; a user's own files stay.
 
-Version 0.1 wrote the files of its one checkpoint directly into DIR. Such a folder is ours too: it is read, and its
-files are removed after the first new checkpoint is complete.
+A checkpoint may hold only what has changed since another one, its base, which may have a base itself. A base stays as
+long as a checkpoint that is kept needs it.
+
+Version 0.1 wrote the files of its one checkpoint directly into DIR. Such a folder is ours too: its checkpoint is the
+oldest, and is removed like others.
 """
 
 import errno
 import json
 import os
 import re
+import secrets
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestpipe.checkpoint.errors import CheckpointError, DamagedError
+from nestpipe.checkpoint.manifest import MANIFEST, read_manifest, read_parts
+
 MARKER = "nestpipe-checkpoints.json"
-MANIFEST = "manifest.json"
+LOCK = "nestpipe-checkpoints.lock"
 RUN, BEST = "the checkpoints of a run", "the best model of a run"
 """Two kinds of folders. The checkpoints of one must not replace those of the other."""
 _STEP = re.compile(r"step-(\d{8,})(?:-r(\d+))?")
-_LEFTOVER = re.compile(r"step-\d{8,}(-r\d+)?\.(partial|removed)(\d+)?")
-_OUR_FILES = re.compile(r"manifest\.json(\.new)?|dense\.pt|rank\d+\.pt")
+_LEFTOVER = re.compile(r"step-\d{8,}(-r\d+)?\.(partial|removed)(-?[0-9a-f]+)?")
+_OUR_FILES = re.compile(
+    r"manifest\.json(\.new)?|dense\.(pt|safetensors)|rank\d+\.(pt|safetensors|json)(\.new)?|rank\d+-shard\d+\.rows"
+    r"|\.tmp\w+"  # a state file that safetensors was writing when it was killed
+)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the text says which file and why."""
+MOST_BASES = 1000
+"""Longest chain of bases. A longer one is a mistake."""
 
 
 def claim(folder: Path, holds: str | None = None) -> None:
@@ -81,7 +94,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     problems: list[str] = []
     complete = checkpoints(folder)
     for checkpoint in reversed(complete):
-        problem = _problem(checkpoint)
+        problem = problem_of(checkpoint)
         if problem is None:
             return checkpoint, problems
         problems.append(problem)
@@ -90,63 +103,99 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint at a path: its own, its checkpoint.dir, or a folder that holds one such folder."""
+def candidates(path: Path) -> list[Path]:
+    """Returns the checkpoints at a path, newest first: its own, those of its checkpoint.dir, or of a folder that holds
+    one such folder."""
     path = path.resolve()
     if not path.exists():
         raise CheckpointError(f"there is no folder {path}; give the checkpoint.dir of a run")
     if _marker(path) is not None:
-        newest, _ = newest_checkpoint(path)
-        if newest is None:
+        complete = checkpoints(path)
+        if not complete:
             raise CheckpointError(f"{path} holds no complete checkpoint yet")
-        return newest
+        return complete[::-1]
     if (path / MANIFEST).exists() or not path.is_dir():
-        return path
+        return [path]
     inside = sorted({file.parent for name in (MARKER, MANIFEST) for file in path.glob(f"*/{name}")})
     if len(inside) > 1:
         raise CheckpointError(f"{path} holds several checkpoints, {', '.join(map(str, inside))}; name one of them")
-    return find_checkpoint(inside[0]) if inside else path
+    return candidates(inside[0]) if inside else [path]
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / MANIFEST
-    if not file.exists():
-        previous = checkpoint.with_name(f"{checkpoint.name}.previous")  # version 0.1 left the save before it there
-        hint = f"; {previous} holds the save before it" if previous.exists() else ""
-        raise FileNotFoundError(f"{file} does not exist: {checkpoint} is not a complete checkpoint{hint}")
-    manifest = json.loads(file.read_text())
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("checksums"), dict):
-        raise ValueError(f"{file} is not the manifest of a checkpoint")
-    return manifest
+def find_checkpoint(path: Path) -> Path:
+    """Returns the newest checkpoint at a path whose files are all there."""
+    found = candidates(path)
+    if len(found) == 1:
+        return found[0]
+    newest, _ = newest_checkpoint(found[0].parent)
+    assert newest is not None
+    return newest
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Returns an empty folder for the files of a new checkpoint. Removes leftovers of killed saves."""
+def begin(folder: Path, step: int, damaged: Sequence[str] = ()) -> Path:
+    """Returns an empty folder for the files of a new checkpoint. Removes leftovers of killed saves, and renames
+    checkpoints that a load has found to be damaged."""
+    for name in damaged:
+        if (folder / name).is_dir():
+            (folder / name).rename(_free_path(folder / f"{name}.damaged", ""))
     for child in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(child.name) and _is_own_folder(child):
             _remove_our_files(child)
-    staging = _free_path(folder / f"step-{step:08d}.partial", "")
+    # A rank of a killed run may still be writing: no name is used twice.
+    staging = folder / f"step-{step:08d}.partial-{secrets.token_hex(4)}"
     staging.mkdir()
     return staging
 
 
 def publish(staging: Path) -> Path:
-    """Makes a written checkpoint visible by one rename, then removes older ones. Its files must be on disk."""
-    problem = _problem(staging)
+    """Makes a written checkpoint visible by one rename. Its files must be on disk."""
+    problem = problem_of(staging)
     if problem is not None:  # perhaps another run writes to the same folder
         raise CheckpointError(f"{problem}, though it was written just now; is another run writing to {staging.parent}?")
     sync_folder(staging)
     folder, name = staging.parent, staging.name.partition(".")[0]
-    older = checkpoints(folder)
     path = _free_path(folder / name, "-r")  # the same step may be saved again
     staging.rename(path)
     sync_folder(folder)
-    for checkpoint in older:
+    return path
+
+
+def remove_older(newest: Path, keep: int) -> None:
+    """Removes all but the last `keep` checkpoints up to `newest`, and those that were in the folder behind it: they are
+    of a run that was given up. Bases of what is kept stay."""
+    complete = checkpoints(newest.parent)
+    up_to = complete[: complete.index(newest) + 1]
+    kept = {checkpoint for last in up_to[-keep:] for checkpoint in _with_bases(last)}
+    for checkpoint in reversed([checkpoint for checkpoint in complete if checkpoint not in kept]):  # bases last
         try:
             _remove(checkpoint)
         except OSError as error:  # the new one is complete; the old one only costs disk space
             warnings.warn(f"the older checkpoint {checkpoint} could not be removed: {error}", stacklevel=2)
-    return path
+
+
+def chain(checkpoint: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns a checkpoint and its bases with their manifests, the complete one first. Raises if one is not there."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+    path, wanted = checkpoint, None
+    while True:
+        manifest = read_manifest(path)
+        if wanted is not None and manifest.get("save_id") != wanted:
+            raise DamagedError(f"{path} is not the checkpoint that {found[-1][0]} is based on")
+        found.append((path, manifest))
+        base = manifest.get("base")
+        if base is None:
+            return found[::-1]
+        if len(found) > MOST_BASES or not isinstance(base, dict) or not _STEP.fullmatch(str(base.get("name"))):
+            raise DamagedError(f"{path / MANIFEST} names a base that cannot be one: {base}")
+        path, wanted = checkpoint.parent / base["name"], base.get("save_id")
+
+
+def _with_bases(checkpoint: Path) -> list[Path]:
+    """Returns a checkpoint and those of its bases that can be found."""
+    try:
+        return [path for path, _ in chain(checkpoint)]
+    except (OSError, ValueError, CheckpointError):
+        return [checkpoint]
 
 
 def discard(staging: Path) -> None:
@@ -158,7 +207,7 @@ def discard(staging: Path) -> None:
 def move_away(folder: Path) -> Path | None:
     """Renames DIR to the first free of DIR.1, DIR.2, ..., and returns it; None if DIR holds nothing to keep."""
     check_ours(folder)
-    if not folder.exists() or {child.name for child in folder.iterdir()} <= {MARKER}:
+    if not folder.exists() or {child.name for child in folder.iterdir()} <= {MARKER, LOCK}:
         return None
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -246,7 +295,7 @@ def _is_version_1(folder: Path) -> bool:
     """Returns whether version 0.1 wrote a checkpoint directly into this folder."""
     try:
         return read_manifest(folder).get("format") == 1
-    except (OSError, ValueError):
+    except (OSError, ValueError, CheckpointError):
         return False
 
 
@@ -262,19 +311,28 @@ def _foreign(folder: Path) -> list[str]:
     return sorted(child.name for child in folder.iterdir() if not is_ours(child))
 
 
-def _problem(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint, or None. Looks at names and sizes; `read` compares checksums."""
+def problem_of(checkpoint: Path) -> str | None:
+    """Returns what is wrong with a checkpoint, or None. Looks at names and sizes; a load compares checksums."""
     try:
-        manifest = read_manifest(checkpoint)
-    except (OSError, ValueError) as error:
+        for path, manifest in chain(checkpoint):
+            sizes = {name: manifest.get("sizes", {}).get(name) for name in manifest["checksums"]}
+            if (problem := _wrong_size(path, sizes)) is not None:
+                return problem
+            for part in read_parts(path, manifest):
+                if (problem := _wrong_size(path, part.sizes)) is not None:
+                    return problem
+    except (OSError, ValueError, CheckpointError) as error:
         return f"{checkpoint}: {error}"
-    sizes = manifest.get("sizes", {})
-    for name in manifest["checksums"]:
-        file = checkpoint / name
+    return None
+
+
+def _wrong_size(folder: Path, sizes: Mapping[str, int | None]) -> str | None:
+    for name, size in sizes.items():
+        file = folder / name
         if not file.is_file():
             return f"{file} is missing"
-        if name in sizes and file.stat().st_size != sizes[name]:
-            return f"{file} has {file.stat().st_size} bytes instead of {sizes[name]}"
+        if size is not None and file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size} bytes instead of {size}"
     return None
 
 

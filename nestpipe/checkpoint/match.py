@@ -1,12 +1,14 @@
 """Settings that must agree between a checkpoint and a trainer: written at save, checked at load."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nestpipe.checkpoint.subject import Subject
 from nestpipe.embedding.table import Table
-
-if TYPE_CHECKING:
-    from nestpipe.train.trainer import Trainer
 
 _TORCH_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
 """Keys of parameter groups that only say how an optimizer computes, or that depend on the version of torch."""
@@ -33,24 +35,36 @@ def check_tables(manifest: Mapping[str, Any], tables: Sequence[Table], seed: int
                 raise ValueError(f"table {table.name!r}: {name} is {text}")
 
 
-def describe_dense(trainer: "Trainer") -> dict[str, Any]:
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    groups = trainer.optimizer.param_groups
+def describe_dense(
+    model: nn.Module | None, optimizer: Optimizer | None, lr_schedule: LRScheduler | None
+) -> dict[str, Any] | None:
+    """Returns the settings of the dense optimizer; None without one."""
+    if optimizer is None:
+        return None
+    names = {} if model is None else {parameter: name for name, parameter in model.named_parameters()}
     return {
-        "optimizer": type(trainer.optimizer).__qualname__,
-        "parameters": [[names.get(parameter, "?") for parameter in group["params"]] for group in groups],
-        "lr_schedule": None if trainer.lr_schedule is None else type(trainer.lr_schedule).__qualname__,
+        "optimizer": type(optimizer).__qualname__,
+        "parameters": [
+            [names.get(parameter, "?") for parameter in group["params"]] for group in optimizer.param_groups
+        ],
+        "lr_schedule": None if lr_schedule is None else type(lr_schedule).__qualname__,
     }
 
 
-def check_dense(manifest: Mapping[str, Any], dense: Mapping[str, Any], trainer: "Trainer") -> None:
+def check_dense(manifest: Mapping[str, Any], dense: Mapping[str, Any], subject: Subject) -> None:
     """Refuses another kind of dense optimizer, whose state would load but fail, or go wrong, later."""
-    if ("lr_schedule" in dense) != (trainer.lr_schedule is not None):
+    if ("lr_schedule" in dense) != (subject.lr_schedule is not None):
         raise ValueError("only one of the checkpoint and this trainer has a schedule of the dense learning rate")
-    if manifest["format"] == 1:  # it does not name its optimizer
-        _check_group_keys(dense["optimizer"]["param_groups"], trainer.optimizer.param_groups)
+    for name, part in (("model", subject.model), ("optimizer", subject.optimizer)):
+        if (name in dense) != (part is not None):
+            raise ValueError(f"only one of the checkpoint and this program has a dense {name}")
+    if subject.optimizer is None:
         return
-    saved, current = manifest["dense"], describe_dense(trainer)
+    if manifest["format"] == 1:  # it does not name its optimizer
+        _check_group_keys(dense["optimizer"]["param_groups"], subject.optimizer.param_groups)
+        return
+    saved, current = manifest["dense"], describe_dense(subject.model, subject.optimizer, subject.lr_schedule)
+    assert current is not None
     for name, label in (
         ("optimizer", "the dense optimizer"),
         ("lr_schedule", "the schedule of the dense learning rate"),

@@ -1,0 +1,191 @@
+"""Shards: the files that hold the rows of a checkpoint, each those of one range of buckets.
+
+A shard is a header, blocks, and an end. A block has rows of one table, or keys that were erased from it; blocks of
+different tables follow each other in any order. Every part has a CRC-32C, so that a changed byte is found where it is.
+All numbers are little-endian. docs/checkpoints.md describes the layout byte by byte.
+"""
+
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestpipe.checkpoint.errors import DamagedError
+from nestpipe.checkpoint.folder import with_file_name
+from nestpipe.store import Piece, crc32c
+
+VERSION = 1
+_MAGIC = b"NESTROWS"
+_FILE = struct.Struct("<8sIIII16s20x")
+"""Magic, version, bytes of this header, first bucket, end of the buckets, id of the save. Its checksum follows."""
+_BLOCK = struct.Struct("<4sIIIQQI24x")
+"""Kind, table, bytes of a record, 0, rows, bytes of the content, its checksum. The header's own checksum follows."""
+_HEADER_BYTES = 64
+_ROWS, _ERASED, _END = b"ROWS", b"GONE", b"END "
+_MOST_BYTES = 1 << 30
+"""Largest content of a block. Blocks are far smaller; a larger number is damage."""
+
+
+@dataclass
+class ShardContent:
+    """Size and number of rows of a shard."""
+
+    num_bytes: int = 0
+    rows: Counter[int] = field(default_factory=Counter)
+    """Rows by table number."""
+    erased: Counter[int] = field(default_factory=Counter)
+    """Erased keys by table number."""
+
+
+class ShardFile:
+    """A shard that is being written. An OSError names its file."""
+
+    def __init__(self, path: Path, buckets: range, save_id: bytes) -> None:
+        self.path = path
+        self.content = ShardContent()
+        self._num_blocks = 0
+        header = _FILE.pack(_MAGIC, VERSION, _HEADER_BYTES, buckets.start, buckets.stop, save_id)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise with_file_name(error, path) from None
+        self._write([_sealed(header)])
+
+    def append_rows(self, table: int, piece: Piece) -> None:
+        if len(piece.keys) > 0:
+            self._append(
+                _ROWS, table, piece.records.shape[1] * piece.records.itemsize, [piece.keys, piece.steps, piece.records]
+            )
+            self.content.rows[table] += len(piece.keys)
+
+    def append_erased(self, table: int, keys: Tensor) -> None:
+        if len(keys) > 0:
+            self._append(_ERASED, table, 0, [keys])
+            self.content.erased[table] += len(keys)
+
+    def finish(self) -> ShardContent:
+        """Writes the end, and waits until every byte is on disk."""
+        total = self.content.rows.total() + self.content.erased.total()
+        self._write([_sealed(_BLOCK.pack(_END, self._num_blocks, 0, 0, total, 0, 0))])
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise with_file_name(error, self.path) from None
+        self.close()
+        return self.content
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _append(self, kind: bytes, table: int, record_bytes: int, arrays: Sequence[Tensor]) -> None:
+        checksum, num_bytes = 0, sum(array.nbytes for array in arrays)
+        for array in arrays:
+            checksum = crc32c(array, checksum)
+        header = _BLOCK.pack(kind, table, record_bytes, 0, len(arrays[0]), num_bytes, checksum)
+        self._write([_sealed(header), *(array.reshape(-1).view(torch.uint8).numpy().data for array in arrays)])
+        self._num_blocks += 1
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        views = [memoryview(part).cast("B") for part in parts]
+        try:
+            while views:
+                num_written = os.writev(self._file, views)
+                self.content.num_bytes += num_written
+                while views and num_written >= len(views[0]):
+                    num_written -= len(views.pop(0))
+                if views:
+                    views[0] = views[0][num_written:]
+        except OSError as error:
+            raise with_file_name(error, self.path) from None
+
+
+class Block(NamedTuple):
+    """Rows, or erased keys, of one table."""
+
+    table: int
+    piece: Piece | None
+    """None for erased keys. Records are bytes, [rows, bytes of a record] uint8."""
+    erased: Tensor | None
+
+
+class ShardReader:
+    """The blocks of a shard. A file that is not exactly what was written raises DamagedError."""
+
+    def __init__(self, path: Path, save_id: bytes, num_bytes: int) -> None:
+        self.path = path
+        self._save_id = save_id
+        self._num_bytes = num_bytes
+
+    def blocks(self) -> Iterator[Block]:
+        """Reads and checks one block after the other. The end, and with it the length of the file, is checked last."""
+        try:
+            with self.path.open("rb") as file:
+                yield from self._blocks(file)
+        except OSError as error:
+            raise DamagedError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+    def _blocks(self, file: IO[bytes]) -> Iterator[Block]:
+        size = os.fstat(file.fileno()).st_size
+        if size != self._num_bytes:
+            raise DamagedError(f"{self.path} has {size} bytes instead of {self._num_bytes}")
+        magic, version, header_bytes, _, _, save_id = _FILE.unpack(self._header(file, "its header"))
+        if magic != _MAGIC or header_bytes != _HEADER_BYTES:
+            raise DamagedError(f"{self.path} is not a shard of rows")
+        if version != VERSION:
+            raise DamagedError(f"{self.path} has version {version} of the format; this program reads {VERSION}")
+        if save_id != self._save_id:
+            raise DamagedError(f"{self.path} belongs to another save")
+        num_blocks = num_rows = 0
+        while True:
+            where = f"block {num_blocks}"
+            kind, table, record_bytes, _, count, num_bytes, checksum = _BLOCK.unpack(self._header(file, where))
+            if kind == _END:
+                if (table, count) != (num_blocks, num_rows) or file.tell() != size:
+                    raise DamagedError(f"{self.path} ends too early")
+                return
+            yield self._block(file, kind, table, record_bytes, count, num_bytes, checksum, where)
+            num_blocks, num_rows = num_blocks + 1, num_rows + count
+
+    def _block(
+        self,
+        file: IO[bytes],
+        kind: bytes,
+        table: int,
+        record_bytes: int,
+        count: int,
+        num_bytes: int,
+        checksum: int,
+        where: str,
+    ) -> Block:
+        expected = count * (16 + record_bytes) if kind == _ROWS else 8 * count
+        if kind not in (_ROWS, _ERASED) or num_bytes != expected or num_bytes > _MOST_BYTES:
+            raise DamagedError(f"{self.path}: {where} is damaged: its header makes no sense")
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        if file.readinto(content.numpy()) != num_bytes:  # type: ignore[attr-defined]
+            raise DamagedError(f"{self.path}: {where} is cut off")
+        if crc32c(content) != checksum:
+            raise DamagedError(f"{self.path}: {where} is damaged: its checksum is wrong")
+        keys = content[: 8 * count].view(torch.int64)
+        if kind == _ERASED:
+            return Block(table, None, keys)
+        steps, records = content[8 * count : 16 * count].view(torch.int64), content[16 * count :]
+        return Block(table, Piece(keys, records.view(count, record_bytes), steps), None)
+
+    def _header(self, file: IO[bytes], where: str) -> bytes:
+        data = file.read(_HEADER_BYTES)
+        if len(data) != _HEADER_BYTES or _sealed(data[:-4]) != data:
+            raise DamagedError(f"{self.path}: {where} is damaged: the checksum of its header is wrong")
+        return data[:-4]
+
+
+def _sealed(header: bytes) -> bytes:
+    """Returns a header with its checksum."""
+    return header + struct.pack("<I", crc32c(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
