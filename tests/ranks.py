@@ -36,6 +36,10 @@ def run_ranks(
     ranks, results = _start(size, function, arguments, device)
     try:
         pickled = dict(results.get(timeout=timeout or limit_seconds) for _ in ranks)
+    except BaseException:  # a rank hangs: do not wait for it again
+        for rank in ranks:
+            rank.kill()
+        raise
     finally:
         for rank in ranks:
             rank.join(timeout=5)

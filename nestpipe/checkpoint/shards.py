@@ -28,6 +28,8 @@ _BLOCK = struct.Struct("<4sIIIQQI24x")
 """Kind, table, bytes of a record, 0, rows, bytes of the content, its checksum. The header's own checksum follows."""
 _HEADER_BYTES = 64
 _ROWS, _ERASED, _END = b"ROWS", b"GONE", b"END "
+_SUBMIT_BYTES = 1 << 20
+"""Bytes after which a shard asks the system to write, so that the disk does not wait for the end of the save."""
 _MOST_BYTES = 1 << 30
 """Largest content of a block. Blocks are far smaller; a larger number is damage."""
 
@@ -50,6 +52,7 @@ class ShardFile:
         self.path = path
         self.content = ShardContent()
         self._num_blocks = 0
+        self._num_submitted = 0
         header = _FILE.pack(_MAGIC, VERSION, _HEADER_BYTES, buckets.start, buckets.stop, save_id)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -103,8 +106,16 @@ class ShardFile:
                     num_written -= len(views.pop(0))
                 if views:
                     views[0] = views[0][num_written:]
+            self._submit()
         except OSError as error:
             raise with_file_name(error, self.path) from None
+
+    def _submit(self) -> None:
+        """Has the system begin to write what it holds of the file, and forget it then: nobody reads it soon."""
+        num_waiting = self.content.num_bytes - self._num_submitted
+        if num_waiting >= _SUBMIT_BYTES:
+            os.posix_fadvise(self._file, self._num_submitted, num_waiting, os.POSIX_FADV_DONTNEED)
+            self._num_submitted = self.content.num_bytes
 
 
 class Block(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -46,7 +47,7 @@ def inspect(path: SavedModel, file: JsonFile = None) -> None:
       nestpipe checkpoint inspect out
       nestpipe checkpoint inspect out/step-00000060 --json content.json
     """
-    with _errors():
+    with _reading():
         check_writable("--json", file)
         info = look_into(path)
     console = Console()
@@ -74,7 +75,7 @@ def verify(path: SavedModel, file: JsonFile = None) -> None:
       nestpipe checkpoint verify out/step-00000060 --json problems.json
     """
     console = Console()
-    with _errors():
+    with _reading():
         check_writable("--json", file)
         with show_stages(console) as report:
             result = read_all(path, report)
@@ -107,7 +108,7 @@ def diff(
       nestpipe checkpoint diff out/step-00000040 out/step-00000060
     """
     console = Console()
-    with _errors():
+    with _reading():
         check_writable("--json", file)
         paths = _newest(first, console), _newest(second, console)
         with show_stages(console) as report:
@@ -145,7 +146,7 @@ def export(
     from nestpipe.checkpoint.tools.export import export as write_files
 
     console = Console()
-    with _errors():
+    with _reading():
         checkpoint = _newest(path, console)
         with show_stages(console) as report:
             settings = write_files(checkpoint, out, with_state, report)
@@ -153,8 +154,9 @@ def export(
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
-    """Prints an error as one line and ends with exit code 2."""
+def _reading() -> Iterator[None]:
+    """Reads with one thread. Prints an error as one line and ends with exit code 2."""
+    torch.set_num_threads(1)  # blocks are small: to wake up other threads for each costs more than they save
     try:
         yield
     except (CheckpointError, ConfigError, OSError) as error:

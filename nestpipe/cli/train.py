@@ -62,13 +62,17 @@ def train(
         raise failed(error, 2) from None
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         raise typer.Exit(launch(ranks, sys.argv[1:]))
-    summary = on_this_rank(
-        config, lambda resolved, world: _run(resolved, world, console, trace, steps, fresh), trains=True
-    )
+    summaries: list[Summary] = []  # of this rank, whichever it is
+
+    def work(resolved: Config, world: World) -> Summary:
+        summaries.append(_run(resolved, world, console, trace, steps, fresh))
+        return summaries[0]
+
+    summary = on_this_rank(config, work, trains=True)
+    if summaries[0]["is_stop_requested"]:
+        raise typer.Exit(_stopped(config, summaries[0], is_said=summary is not None))
     if summary is None:
         return
-    if summary["is_stop_requested"]:
-        raise typer.Exit(_stopped(config, summary))
     show_summary(summary, console)
     if path is not None:
         path.write_text(json.dumps(summary, indent=2) + "\n")
@@ -83,14 +87,14 @@ def _run(
         return run(config, world, after_step, trace, steps, fresh)
 
 
-def _stopped(config: Config, summary: Summary) -> int:
-    """Says that SIGTERM has stopped the run. Returns the exit code: 0 if the same command resumes it."""
-    where = f"stopped by SIGTERM after {summary['steps']} steps"
-    if config.checkpoint.dir is None:
-        print(f"nestpipe: {where}; checkpoint.dir is not set, so nothing was saved", file=sys.stderr, flush=True)
-        return 128 + signal.SIGTERM
-    print(f"nestpipe: {where}; the same command resumes from {config.checkpoint.dir}", file=sys.stderr, flush=True)
-    return 0
+def _stopped(config: Config, summary: Summary, is_said: bool) -> int:
+    """Returns the exit code of a run that SIGTERM has stopped: 0 if the same command resumes it. Says so, if wanted."""
+    folder = config.checkpoint.dir
+    then = "checkpoint.dir is not set, so nothing was saved" if folder is None else f"the same command resumes {folder}"
+    if is_said:
+        text = f"stopped by SIGTERM after {summary['steps']} steps; {then}"
+        print(f"nestpipe: {text}", file=sys.stderr, flush=True)
+    return 0 if folder is not None else 128 + signal.SIGTERM
 
 
 def _traced_steps(trace: Path | None, text: str | None) -> range | None:

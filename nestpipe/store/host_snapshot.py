@@ -1,9 +1,10 @@
 """Snapshots of the host store."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from ctypes import byref, c_int32, c_int64, c_void_p
-from threading import Lock
+from threading import Condition
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ class HostSnapshot:
         self._keep_aside = keep_aside
         self._open_tables: set[str] = set()
         """Tables whose rows may still have to be kept aside."""
-        self._lock = Lock()
+        self._num_preserving = Counter[str]()
+        """By table: threads with rows that they have taken for the snapshot and not handed over yet."""
+        self._condition = Condition()
         self.num_rows: dict[str, int] = {}
         self.erased: dict[str, Tensor] = {}
         try:
@@ -66,16 +69,27 @@ class HostSnapshot:
             )
             if num_rows.value > 0:
                 yield ShardedPiece(rows.first(num_rows.value), counts)
-        with self._lock:
+        with self._condition:
             self._open_tables.discard(table)
+            self._condition.wait_for(lambda: self._num_preserving[table] == 0)  # their rows belong to the snapshot
 
     def preserve(self, table: str, keys: Tensor) -> None:
         """Keeps the rows of these keys aside, as far as the snapshot still needs them. Call it before they change."""
-        if table not in self._open_tables or len(keys) == 0:
-            return
+        with self._condition:
+            if table not in self._open_tables or len(keys) == 0:
+                return
+            self._num_preserving[table] += 1
+        try:
+            self._hand_over(table, keys)
+        finally:
+            with self._condition:
+                self._num_preserving[table] -= 1
+                self._condition.notify_all()
+
+    def _hand_over(self, table: str, keys: Tensor) -> None:
+        rows = _Rows(self._tables[table][1], ASIDE_BYTES, len(keys))
         first, num_rows, num_done = 0, c_int64(), c_int64()
         while first < len(keys):
-            rows = _Rows(self._tables[table][1], ASIDE_BYTES, len(keys) - first)  # the last ones were handed over
             rest = keys[first:]
             call(
                 "snapshot_preserve",
@@ -87,11 +101,11 @@ class HostSnapshot:
                 byref(num_done),
             )
             if num_rows.value > 0:
-                self._keep_aside(table, rows.first(num_rows.value))
+                self._keep_aside(table, rows.copy_of_first(num_rows.value))
             first += num_done.value
 
     def end(self) -> None:
-        with self._lock:
+        with self._condition:
             self._open_tables.clear()
         for table in self._tables:
             call("snapshot_end", *self._handle(table))
@@ -117,3 +131,7 @@ class _Rows:
 
     def first(self, num_rows: int) -> Piece:
         return Piece(self._keys[:num_rows], self._records[:num_rows], self._steps[:num_rows])
+
+    def copy_of_first(self, num_rows: int) -> Piece:
+        """Returns the rows without the memory behind them."""
+        return Piece(*(array.clone() for array in self.first(num_rows)))

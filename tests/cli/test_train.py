@@ -184,7 +184,8 @@ def started_run() -> tuple[subprocess.Popen[str], list[int]]:
     "kind", ["interrupted", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("killed", "stopped"))]
 )
 def test_how_a_run_ends(kind: str) -> None:
-    """Fails if on_this_rank does not handle SIGTERM, which stops a run in good order."""
+    """SIGTERM to one rank stops all in good order; the exit code is not 0 only because nothing was saved. Fails if
+    on_this_rank does not handle SIGTERM."""
     process, ranks = started_run()
     assert len(ranks) == 2
     started = time.perf_counter()
@@ -194,11 +195,11 @@ def test_how_a_run_ends(kind: str) -> None:
         os.kill(ranks[1], signal.SIGKILL if kind == "killed" else signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert time.perf_counter() - started < 15
-    assert process.returncode == {"interrupted": 130, "killed": 1, "stopped": 0}[kind], err
+    assert process.returncode == {"interrupted": 130, "killed": 1, "stopped": 143}[kind], err
     text = {
         "interrupted": "interrupted (Ctrl-C)",
         "killed": "rank 1 failed: it was killed by SIGKILL",
-        "stopped": "nestpipe: rank 1: SIGTERM received; stopping at the next step",
+        "stopped": "rank 1: SIGTERM received; stopping at the next step\nnestpipe: stopped by SIGTERM after ",
     }
     assert text[kind] in err
     for rank in ranks:

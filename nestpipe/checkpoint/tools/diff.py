@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nestpipe.checkpoint.tools.row_stream import NO_KEYS, Rows, RowStream, find, split_buckets
+from nestpipe.checkpoint.tools.row_stream import Rows, RowStream, find, select, split_buckets
 from nestpipe.checkpoint.tools.saved import Report, SavedCheckpoint, TableLayout, open_chain
 from nestpipe.checkpoint.tools.state_view import StateView, TensorEntry
 
@@ -226,33 +227,42 @@ class _Comparison:
         self._num_read += num_bytes
         self._report("rows", min(self._num_read / self._num_bytes, 1.0))
 
-    def _collect(self, buckets: range) -> dict[str, Rows]:
-        """Returns the rows of the first checkpoint in a range, by table and sorted by key."""
+    def _collect(self, buckets: range) -> dict[str, "_SortedRows"]:
+        """Returns the rows of the first checkpoint in a range."""
         pieces: dict[str, list[Rows]] = {}
         for rows in RowStream(self._chains[0], self._after_block).rows(buckets):
             if rows.table in self._tables and len(rows.keys) > 0:
                 pieces.setdefault(rows.table, []).append(rows)
-        collected = {}
-        for table in list(pieces):
-            parts = pieces.pop(table)
-            keys, order = torch.cat([rows.keys for rows in parts]).sort()
-            records, steps = (torch.cat(arrays)[order] for arrays in zip(*(rows[2:] for rows in parts), strict=True))
-            collected[table] = Rows(table, keys, records, steps)
-        return collected
+        return {table: _SortedRows(pieces.pop(table)) for table in list(pieces)}
 
-    def _match(self, first: Rows | None, rows: Rows) -> int:
+    def _match(self, first: "_SortedRows | None", rows: Rows) -> int:
         """Compares rows of the second checkpoint with those of the first. Returns the number of keys in both."""
-        table, layouts = self._tables[rows.table], self._layouts[rows.table]
-        places, is_found = find(NO_KEYS if first is None else first.keys, rows.keys)
-        num_found = int(is_found.sum())
+        table = self._tables[rows.table]
         table.num_rows = table.num_rows[0], table.num_rows[1] + len(rows.keys)
+        before, is_found = (None, None) if first is None else first.find(rows.keys)
+        num_found = 0 if before is None else len(before.keys)
         table.num_added += len(rows.keys) - num_found
-        if first is None or num_found == 0:
-            return 0
-        before = Rows(rows.table, NO_KEYS, first.records[places[is_found]], first.steps[places[is_found]])
-        after = Rows(rows.table, NO_KEYS, rows.records[is_found], rows.steps[is_found])
-        _compare(table, before, after, *layouts)
+        if before is not None and is_found is not None and num_found > 0:
+            _compare(table, before, select(rows, is_found), *self._layouts[rows.table])
         return num_found
+
+
+class _SortedRows:
+    """Rows of one table that can be found by key."""
+
+    def __init__(self, parts: list[Rows]) -> None:
+        keys = torch.cat([rows.keys for rows in parts])
+        self._order = torch.from_numpy(np.argsort(keys.numpy()))
+        self.keys = keys[self._order]
+        self._rows = Rows(
+            parts[0].table, keys, *(torch.cat(arrays) for arrays in zip(*(rows[2:] for rows in parts), strict=True))
+        )
+
+    def find(self, keys: Tensor) -> tuple[Rows, Tensor]:
+        """Returns the rows of those keys that are there, and which these are."""
+        places, is_found = find(self.keys, keys)
+        index = self._order[places]
+        return Rows(self._rows.table, *(array.index_select(0, index) for array in self._rows[1:])), is_found
 
 
 def _compare(table: TableDifference, before: Rows, after: Rows, first: TableLayout, second: TableLayout) -> None:
@@ -260,6 +270,8 @@ def _compare(table: TableDifference, before: Rows, after: Rows, first: TableLayo
     if (first.dim, first.dtype) != (second.dim, second.dtype):
         table.num_changed += len(before.steps)
         table.largest = None
+        return
+    if torch.equal(before.records, after.records) and torch.equal(before.steps, after.steps):
         return
     rows = before.records[:, : first.row_bytes], after.records[:, : first.row_bytes]
     is_changed = (rows[0] != rows[1]).any(1)

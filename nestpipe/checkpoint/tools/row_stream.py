@@ -71,7 +71,7 @@ class RowStream:
             own: dict[str, list[Tensor]] = defaultdict(list)
             for table, keys, rows in self._blocks(checkpoint, buckets):
                 if not is_complete:
-                    own[table].append(keys)
+                    own[table].append(keys.clone())  # they are part of their block's memory, which is to be freed
                 if rows is not None:
                     yield _without(rows, newer[table])
             # Keys that this checkpoint has erased concern older ones only, whatever their place in the file.
@@ -92,14 +92,15 @@ class RowStream:
                 table = names[block.table]
                 keys = block.erased if block.piece is None else block.piece.keys
                 assert keys is not None
-                chosen = slice(None) if inside == shard.file.buckets else is_inside(table, keys, buckets)
+                is_whole = inside == shard.file.buckets
+                chosen = torch.ones(len(keys), dtype=torch.bool) if is_whole else is_inside(table, keys, buckets)
                 if block.piece is None:
                     yield table, keys[chosen], None
                 else:
-                    _, records, steps = block.piece
-                    if records.shape[1] != checkpoint.tables[table].record_bytes:
+                    if block.piece.records.shape[1] != checkpoint.tables[table].record_bytes:
                         raise DamagedError(f"{shard.file.path} has records of another size than table {table!r}")
-                    yield table, keys[chosen], Rows(table, keys[chosen], records[chosen], steps[chosen])
+                    rows = select(Rows(table, *block.piece), chosen)
+                    yield table, rows.keys, rows
                 self._after_block(8 * len(keys) if block.piece is None else sum(array.nbytes for array in block.piece))
 
 
@@ -110,16 +111,26 @@ def is_inside(table: str, keys: Tensor, buckets: range) -> Tensor:
 
 
 def find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, for sorted keys, the place of each wanted one, and whether it is there."""
+    """Returns, for sorted keys, the places at which wanted ones are, and which of those are there."""
     if len(keys) == 0:
-        return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
-    places = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return places, keys[places] == wanted
+        return NO_KEYS, torch.zeros(len(wanted), dtype=torch.bool)
+    # Blocks are small: torch would wake up its threads for each of them.
+    places = np.searchsorted(keys.numpy(), wanted.numpy())
+    places[places == len(keys)] = 0
+    is_found = keys.numpy()[places] == wanted.numpy()
+    return torch.from_numpy(places[is_found]), torch.from_numpy(is_found)
+
+
+def select(rows: Rows, chosen: Tensor) -> Rows:
+    """Returns some of the rows. chosen: [rows] bool."""
+    if bool(chosen.all()):
+        return rows
+    index = chosen.nonzero().squeeze(1)  # copies whole records, unlike indexing by a mask
+    return Rows(rows.table, *(array.index_select(0, index) for array in rows[1:]))
 
 
 def _without(rows: Rows, keys: Tensor) -> Rows:
     if len(keys) == 0:
         return rows
     _, is_newer = find(keys, rows.keys)
-    kept = ~is_newer
-    return Rows(rows.table, rows.keys[kept], rows.records[kept], rows.steps[kept])
+    return select(rows, ~is_newer)
