@@ -34,7 +34,25 @@ def _content(file: Path) -> Any:
     if file.suffix == ".json":
         hidden = ("save_id", "checksum", "checksums")
         return {name: value for name, value in json.loads(file.read_text()).items() if name not in hidden}
-    return file.read_bytes()[HEADER_BYTES if file.suffix == ".rows" else 0 :]
+    return file.read_bytes() if file.suffix != ".rows" else _without_save_id(file)
+
+
+def _without_save_id(shard: Path) -> bytes:
+    """Returns the bytes of a shard without the id, and the checksums of headers, which depend on it."""
+    data = bytearray(shard.read_bytes())
+    data[24:40] = bytes(16)
+    for place in headers_of(shard):
+        data[place + HEADER_BYTES - 4 : place + HEADER_BYTES] = bytes(4)
+    return bytes(data)
+
+
+def headers_of(shard: Path) -> list[int]:
+    """Returns where the headers of a shard begin: its own, those of its blocks, and the end."""
+    data, places = shard.read_bytes(), [0, HEADER_BYTES]
+    while places[-1] < len(data) - HEADER_BYTES:
+        num_bytes = int.from_bytes(data[places[-1] + 24 : places[-1] + 32], "little")
+        places.append(places[-1] + HEADER_BYTES + num_bytes)
+    return places
 
 
 def shards_of(checkpoint: Path) -> list[Path]:
