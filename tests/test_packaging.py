@@ -34,7 +34,7 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_base_install_is_small() -> None:
     """Fails if a package that only an extra needs becomes a dependency of all users."""
-    assert names(PROJECT["dependencies"]) == {"torch", "numpy", "pyarrow", "rich", "typer"}
+    assert names(PROJECT["dependencies"]) == {"torch", "numpy", "pyarrow", "rich", "safetensors", "typer"}
     extras = PROJECT["optional-dependencies"]
     assert names(extras["datasets"]) == {"duckdb"}
     assert names(extras["cuda"]) == {"triton"}
@@ -56,6 +56,13 @@ def test_preparing_data_without_duckdb_names_the_extra(tmp_path: Path) -> None:
     assert prepared.returncode == 2
     assert "pip install 'nestpipe[datasets]'" in prepared.stderr
     assert "Traceback" not in prepared.stderr
+
+
+def test_import_needs_no_safetensors() -> None:
+    """Only checkpoints do. Fails if a module of nestpipe/checkpoint imports it at its top."""
+    code = "import sys; sys.modules['safetensors'] = None; import nestpipe.cli.main, nestpipe.checkpoint.tools.export"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,10 @@ def _with_bases(checkpoint: Path) -> list[Path]:
 
 
 def discard(staging: Path) -> None:
-    """Removes a checkpoint that was not written completely."""
-    if staging.is_dir():
-        _remove_our_files(staging)
+    """Removes a checkpoint that was not written completely. If the disk refuses that, the next save tries again."""
+    with suppress(OSError):  # the error that led here is the one to report
+        if staging.is_dir():
+            _remove_our_files(staging)
 
 
 def move_away(folder: Path) -> Path | None:

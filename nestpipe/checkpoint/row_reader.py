@@ -30,7 +30,7 @@ class SavedShard:
     rows: Mapping[int, int]
 
     def blocks(self) -> Iterator[Block]:
-        return ShardReader(self.path, self.save_id, self.num_bytes).blocks()
+        return ShardReader(self.path, self.buckets, self.save_id, self.num_bytes).blocks()
 
 
 def saved_shards(checkpoint: Path, parts: Sequence[Mapping[str, Any]], save_id: str) -> list[SavedShard]:

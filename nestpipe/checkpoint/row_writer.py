@@ -12,6 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from nestpipe.checkpoint.errors import CheckpointError
 from nestpipe.checkpoint.shards import ShardContent, ShardFile
 from nestpipe.store import NUM_BUCKETS, Piece, Shards, Store, group_by_owner
 
@@ -53,19 +54,21 @@ class RowWriter:
         self._folder, self._rank, self._save_id = folder, rank, save_id
         self._files: list[ShardFile] = []
         self._file_lock = Lock()
-        self._aside: list[tuple[str, Piece]] = []
+        self._aside: dict[str, list[Piece]] = {}
         self._num_aside_bytes = 0
         self._aside_lock = Lock()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self.num_waits = 0
         """Times that training has waited until rows that were aside had been appended."""
         self._snapshot = store.begin_snapshot(changed_only, self._keep_aside)
-        self.num_rows = sum(self._snapshot.num_rows.values())
-        record_bytes = {table: store.spec(table).record_bytes + 16 for table in tables}
-        num_bytes = sum(count * record_bytes[table] for table, count in self._snapshot.num_rows.items())
+        num_rows = {table: self._snapshot.num_rows[table] for table in tables}  # the store may have other tables
+        self.num_rows = sum(num_rows.values())
+        num_bytes = sum(count * (store.spec(table).record_bytes + 16) for table, count in num_rows.items())
         self._shards = shards_of(rank, world_size, num_bytes)
         try:
             self._open_files()
+            for table in tables:  # before any row: a key may have been written again
+                self._append_erased(table, self._snapshot.erased[table])
         except BaseException:
             self.end()
             raise
@@ -74,14 +77,14 @@ class RowWriter:
         """Writes all shards, and returns the buckets and the content of each by its file's name."""
         try:
             for table in self._numbers:
-                self._append_erased(table, self._snapshot.erased[table])
                 for piece, counts in self._snapshot.pieces(table, self._shards, STRETCH_BYTES):
                     with self._file_lock:
                         self._append(table, piece, counts)
                     self._append_aside()
+                    self._raise_error()
             self._append_aside()
-            if self._error is not None:
-                raise self._error
+            self._raise_error()
+            self._check_num_rows()
             return {file.path.name: (self._buckets(s), file.finish()) for s, file in enumerate(self._files)}
         finally:
             self.end()
@@ -92,6 +95,15 @@ class RowWriter:
         with self._file_lock:
             for file in self._files:
                 file.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_num_rows(self) -> None:
+        num_written = sum(file.content.rows.total() for file in self._files)
+        if num_written != self.num_rows:
+            raise CheckpointError(f"{num_written} rows were written, {self.num_rows} had to be; please report this")
 
     def _open_files(self) -> None:
         for s in range(self._shards.num_own):
@@ -121,9 +133,11 @@ class RowWriter:
 
     def _keep_aside(self, table: str, piece: Piece) -> None:
         """Called by the thread that writes rows back. An error belongs to the save, not to training."""
+        if table not in self._numbers:
+            return
         with self._aside_lock:
-            self._aside.append((table, piece))
-            self._num_aside_bytes += sum(array.nbytes for array in piece)
+            self._aside.setdefault(table, []).append(piece)
+            self._num_aside_bytes += _num_bytes(piece)
             is_full = self._num_aside_bytes >= ASIDE_BYTES
         if is_full:
             self.num_waits += 1
@@ -132,11 +146,29 @@ class RowWriter:
     def _append_aside(self) -> None:
         with self._file_lock:
             with self._aside_lock:
-                aside, self._aside, self._num_aside_bytes = self._aside, [], 0
-            while aside and self._error is None:
-                table, piece = aside.pop()
-                order, counts = self._by_shard(table, piece.keys)
-                try:
-                    self._append(table, Piece(*(array[order] for array in piece)), torch.tensor(counts))
-                except OSError as error:
-                    self._error = error
+                aside, self._aside, self._num_aside_bytes = self._aside, {}, 0
+            try:
+                for table, pieces in aside.items():
+                    while pieces and self._error is None:
+                        piece = _take_stretch(pieces)
+                        order, counts = self._by_shard(table, piece.keys)
+                        self._append(table, Piece(*(array[order] for array in piece)), torch.tensor(counts))
+            except Exception as error:
+                self._error = error
+
+
+def _take_stretch(pieces: list[Piece]) -> Piece:
+    """Removes pieces from a list, about STRETCH_BYTES, and returns them as one.
+
+    Training keeps few rows aside at a time. A block for each of these pieces in each shard would take long.
+    """
+    taken = [pieces.pop()]
+    num_bytes = _num_bytes(taken[0])
+    while pieces and num_bytes < STRETCH_BYTES:
+        taken.append(pieces.pop())
+        num_bytes += _num_bytes(taken[-1])
+    return Piece(*map(torch.cat, zip(*taken, strict=True)))
+
+
+def _num_bytes(piece: Piece) -> int:
+    return sum(array.nbytes for array in piece)

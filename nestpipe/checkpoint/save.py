@@ -178,13 +178,16 @@ class Save:
 
     def _write(self) -> None:
         """Writes this rank's files. Runs in a thread of its own."""
+        error: BaseException | None = None
         try:
             self._write_files()
-        except BaseException as error:  # raised by `finish`
-            self._written.set_exception(error)
-        else:
+        except BaseException as raised:  # raised by `finish`
+            error = raised
+        self._world.notice.num_saves_written += 1  # before `finish` returns: the next save begins to count there
+        if error is None:
             self._written.set_result(None)
-        self._world.notice.num_saves_written += 1
+        else:
+            self._written.set_exception(error)
 
     def _write_files(self) -> None:
         assert self._rows is not None

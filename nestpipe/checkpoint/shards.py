@@ -2,6 +2,7 @@
 
 A shard is a header, blocks, and an end. A block has rows of one table, or keys that were erased from it; blocks of
 different tables follow each other in any order. Every part has a CRC-32C, so that a changed byte is found where it is.
+Those of the blocks' headers continue that of the shard's header, so that a block is good in its own shard only.
 All numbers are little-endian. docs/checkpoints.md describes the layout byte by byte.
 """
 
@@ -25,7 +26,8 @@ _MAGIC = b"NESTROWS"
 _FILE = struct.Struct("<8sIIII16s20x")
 """Magic, version, bytes of this header, first bucket, end of the buckets, id of the save. Its checksum follows."""
 _BLOCK = struct.Struct("<4sIIIQQI24x")
-"""Kind, table, bytes of a record, 0, rows, bytes of the content, its checksum. The header's own checksum follows."""
+"""Kind, table, bytes of a record, number of the block, rows, bytes of the content, its checksum. The header's own
+checksum follows. The end is a block without content; its rows are those of all blocks."""
 _HEADER_BYTES = 64
 _ROWS, _ERASED, _END = b"ROWS", b"GONE", b"END "
 _SUBMIT_BYTES = 1 << 20
@@ -53,12 +55,13 @@ class ShardFile:
         self.content = ShardContent()
         self._num_blocks = 0
         self._num_submitted = 0
-        header = _FILE.pack(_MAGIC, VERSION, _HEADER_BYTES, buckets.start, buckets.stop, save_id)
+        header = _sealed(_FILE.pack(_MAGIC, VERSION, _HEADER_BYTES, buckets.start, buckets.stop, save_id))
+        self._seal = _seal_of(header)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             raise with_file_name(error, path) from None
-        self._write([_sealed(header)])
+        self._write([header])
 
     def append_rows(self, table: int, piece: Piece) -> None:
         if len(piece.keys) > 0:
@@ -75,7 +78,7 @@ class ShardFile:
     def finish(self) -> ShardContent:
         """Writes the end, and waits until every byte is on disk."""
         total = self.content.rows.total() + self.content.erased.total()
-        self._write([_sealed(_BLOCK.pack(_END, self._num_blocks, 0, 0, total, 0, 0))])
+        self._write([_sealed(_BLOCK.pack(_END, 0, 0, self._num_blocks, total, 0, 0), self._seal)])
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -92,8 +95,9 @@ class ShardFile:
         checksum, num_bytes = 0, sum(array.nbytes for array in arrays)
         for array in arrays:
             checksum = crc32c(array, checksum)
-        header = _BLOCK.pack(kind, table, record_bytes, 0, len(arrays[0]), num_bytes, checksum)
-        self._write([_sealed(header), *(array.reshape(-1).view(torch.uint8).numpy().data for array in arrays)])
+        header = _BLOCK.pack(kind, table, record_bytes, self._num_blocks, len(arrays[0]), num_bytes, checksum)
+        content = [array.reshape(-1).view(torch.uint8).numpy().data for array in arrays]
+        self._write([_sealed(header, self._seal), *content])
         self._num_blocks += 1
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:
@@ -130,8 +134,9 @@ class Block(NamedTuple):
 class ShardReader:
     """The blocks of a shard. A file that is not exactly what was written raises DamagedError."""
 
-    def __init__(self, path: Path, save_id: bytes, num_bytes: int) -> None:
+    def __init__(self, path: Path, buckets: range, save_id: bytes, num_bytes: int) -> None:
         self.path = path
+        self._buckets = buckets
         self._save_id = save_id
         self._num_bytes = num_bytes
 
@@ -147,19 +152,25 @@ class ShardReader:
         size = os.fstat(file.fileno()).st_size
         if size != self._num_bytes:
             raise DamagedError(f"{self.path} has {size} bytes instead of {self._num_bytes}")
-        magic, version, header_bytes, _, _, save_id = _FILE.unpack(self._header(file, "its header"))
+        header = self._header(file, "its header")
+        seal, (magic, version, header_bytes, *buckets, save_id) = _seal_of(header), _FILE.unpack(header[:-4])
         if magic != _MAGIC or header_bytes != _HEADER_BYTES:
             raise DamagedError(f"{self.path} is not a shard of rows")
         if version != VERSION:
             raise DamagedError(f"{self.path} has version {version} of the format; this program reads {VERSION}")
         if save_id != self._save_id:
             raise DamagedError(f"{self.path} belongs to another save")
+        if range(*buckets) != self._buckets:
+            raise DamagedError(f"{self.path} is another shard: it has buckets {buckets}")
         num_blocks = num_rows = 0
         while True:
             where = f"block {num_blocks}"
-            kind, table, record_bytes, _, count, num_bytes, checksum = _BLOCK.unpack(self._header(file, where))
+            header = self._header(file, where, seal)[:-4]
+            kind, table, record_bytes, number, count, num_bytes, checksum = _BLOCK.unpack(header)
+            if number != num_blocks:
+                raise DamagedError(f"{self.path}: block {number} is in the place of {where}")
             if kind == _END:
-                if (table, count) != (num_blocks, num_rows) or file.tell() != size:
+                if count != num_rows or file.tell() != size:
                     raise DamagedError(f"{self.path} ends too early")
                 return
             yield self._block(file, kind, table, record_bytes, count, num_bytes, checksum, where)
@@ -190,13 +201,18 @@ class ShardReader:
         steps, records = content[8 * count : 16 * count].view(torch.int64), content[16 * count :]
         return Block(table, Piece(keys, records.view(count, record_bytes), steps), None)
 
-    def _header(self, file: IO[bytes], where: str) -> bytes:
+    def _header(self, file: IO[bytes], where: str, before: int = 0) -> bytes:
         data = file.read(_HEADER_BYTES)
-        if len(data) != _HEADER_BYTES or _sealed(data[:-4]) != data:
+        if len(data) != _HEADER_BYTES or _sealed(data[:-4], before) != data:
             raise DamagedError(f"{self.path}: {where} is damaged: the checksum of its header is wrong")
-        return data[:-4]
+        return data
 
 
-def _sealed(header: bytes) -> bytes:
-    """Returns a header with its checksum."""
-    return header + struct.pack("<I", crc32c(torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+def _sealed(header: bytes, before: int = 0) -> bytes:
+    """Returns a header with its checksum. before: checksum of what the header belongs to."""
+    return header + struct.pack("<I", crc32c(torch.frombuffer(bytearray(header), dtype=torch.uint8), before))
+
+
+def _seal_of(header: bytes) -> int:
+    """Returns the checksum at the end of a header."""
+    return int.from_bytes(header[-4:], "little")

@@ -1,6 +1,7 @@
 """`nestpipe checkpoint`: says what is in checkpoints, verifies, compares and exports them."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -176,4 +177,14 @@ def _newest(path: Path, console: Console) -> Path:
 
 def _write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
-        file.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        file.write_text(json.dumps(_for_json(content), indent=2) + "\n")
+
+
+def _for_json(value: Any) -> Any:
+    """Returns a value with texts for paths and for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _for_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_json(entry) for entry in value]
+    is_plain = not isinstance(value, Path) and not (isinstance(value, float) and not math.isfinite(value))
+    return value if is_plain else str(value)

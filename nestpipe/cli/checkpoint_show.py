@@ -68,14 +68,13 @@ def _position(info: CheckpointInfo) -> str:
 
 
 def show_folder(info: FolderInfo, console: Console) -> None:
-    table = _table("", "checkpoint", "step", "ranks", "rows", "MB", "written", "content")
+    table = _table("checkpoint", "ranks", "rows", "MB", "written", "changes since", "")
     for one in info.checkpoints:
         mark = "newest good" if one.is_newest_good else "damaged" if one.problem is not None else ""
-        counts = ("?" if count is None else f"{count:,}" for count in (one.num_steps, one.num_ranks, one.num_rows))
+        counts = ("?" if count is None else f"{count:,}" for count in (one.num_ranks, one.num_rows))
         size = "?" if one.num_bytes is None else _mb(one.num_bytes)
-        content = "complete" if one.base is None else f"changes since {one.base}"
-        written = "?" if one.written is None else one.written
-        table.add_row(mark, _plain(one.name), *counts, size, written, "?" if one.num_steps is None else content)
+        base = "?" if one.num_steps is None else one.base or "complete"
+        table.add_row(_plain(one.name), *counts, size, one.written or "?", base, mark)
     _line(console, info.path)
     console.print(table)
     for one in info.checkpoints:
@@ -115,13 +114,19 @@ def show_difference(result: CheckpointDifference, console: Console) -> None:
 
 
 def _show_values(title: str, differences: list[Difference], console: Console) -> None:
+    """Prints values that differ. Columns that would be empty are left out."""
     if not differences:
         return
-    table = _table(title, "A", "B", "largest difference", "")
+    with_largest = any(one.largest is not None for one in differences)
+    with_note = any(not one.is_content for one in differences)
+    table = _table(title, "A", "B", *(["largest"] if with_largest else []), *([""] if with_note else []))
     for one in differences:
-        largest = "" if one.largest is None else f"{one.largest:.3g}"
-        note = "" if one.is_content else "does not count"
-        table.add_row(*(_plain(text) for text in (one.what, one.first, one.second)), largest, note)
+        cells = [_plain(text) for text in (one.what, one.first, one.second)]
+        if with_largest:
+            cells.append("" if one.largest is None else f"{one.largest:.3g}")
+        if with_note:
+            cells.append("" if one.is_content else "does not count")
+        table.add_row(*cells)
     console.print(table)
 
 
@@ -129,7 +134,7 @@ def _show_rows(result: CheckpointDifference, console: Console) -> None:
     """Prints the tables whose rows differ, and how many others there are."""
     different = [table for table in result.tables if not table.is_equal]
     if different:
-        table = _table("rows of table", "A", "B", "added", "removed", "changed", "state only", "largest difference")
+        table = _table("rows of table", "A", "B", "added", "removed", "changed", "state only", "largest")
         for one in different:
             counts = (*one.num_rows, one.num_added, one.num_removed, one.num_changed, one.num_state_changed)
             largest = "other columns" if one.largest is None else f"{one.largest:.3g}"

@@ -170,7 +170,8 @@ def _append(
         gone = _own(table, erased.get(table.name, []), shard, num_shards)
         rows = content.get(table.name, {})
         keys = _own(table, list(rows), shard, num_shards)
-        records = torch.tensor([rows[key][0] for key in keys.tolist()], dtype=table.dtype).reshape(len(keys), -1)
+        width = table.spec(SEED).num_columns
+        records = torch.tensor([rows[key][0] for key in keys.tolist()], dtype=table.dtype).reshape(len(keys), width)
         steps = torch.tensor([rows[key][1] for key in keys.tolist()], dtype=torch.int64)
         if not rows_before_erased:
             file.append_erased(number, gone)

@@ -1,4 +1,4 @@
-"""Disks that fail in the middle of a save: an error on every rank, the last good checkpoint untouched, training goes on.
+"""Disks that fail during a save: an error on every rank, the last good checkpoint untouched, training goes on.
 
 A test mounts small file systems for its own processes only. That needs root, as in the CI.
 """

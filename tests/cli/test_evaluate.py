@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nestpipe import World
+from nestpipe.checkpoint import find_checkpoint, read_recipe
 from nestpipe.checkpoint.manifest import sealed
 from nestpipe.cli.main import app
+from nestpipe.recipe.run import evaluate_saved
+from nestpipe.recipe.text import change_config, parse_config
 from tests.cli.test_train import SMALL
+from tests.ranks import run_ranks
 
 
 def nestpipe(*arguments: str) -> str:
@@ -57,6 +62,44 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def metrics_of(world: World, path: Path) -> dict[str, float]:
+    recipe, _ = read_recipe(path)
+    batch_size = f"evaluate.batch_size={60 // world.size}"  # untrained keys are counted once in a global batch
+    config = change_config(parse_config(recipe, str(path)), ["evaluate.num_samples=500", batch_size])
+    metrics: dict[str, float] = evaluate_saved(config.resolved(1, 2), world, path)["metrics"]
+    return metrics
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_more_ranks_than_saved_the_model(saved: Path, ranks: int) -> None:
+    """Fails if a load at another world size takes the rows of one saved rank only, or leaves rows out."""
+    path = find_checkpoint(saved)
+    expected = metrics_of(World(), path)
+    assert expected["num_untrained_keys"] > 0
+    for metrics in run_ranks(ranks, metrics_of, path):
+        assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_fewer_ranks_than_saved_the_model() -> None:
+    path = Path(__file__).parent.parent / "checkpoints" / "v0.1" / "histories-2"
+    expected = json.loads((path.parent / "expected.json").read_text())["histories-2"]["metrics"]
+    recipe, _ = read_recipe(path)
+    result = evaluate_saved(parse_config(recipe, str(path)), World(), path)
+    assert result["metrics"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [((), 2), (("--ranks", "3"), 3), (("--ranks", "1"), None)])
+def test_number_of_ranks(arguments: tuple[str, ...], expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved by two ranks, which is the default. Fails if evaluate starts num_saved ranks, whatever --ranks says."""
+    started: list[int] = []
+    monkeypatch.setattr("nestpipe.cli.evaluate.launch", lambda num_ranks, words: started.append(num_ranks) or 0)
+    monkeypatch.setattr("nestpipe.cli.evaluate.on_this_rank", lambda config, work: None)
+    path = Path(__file__).parent.parent / "checkpoints" / "v0.1" / "histories-2"
+    result = CliRunner().invoke(app, ["evaluate", str(path), *arguments])
+    assert result.exit_code == 0, result.output
+    assert started == ([] if expected is None else [expected])
+
+
 def refused(*arguments: str, expected: int = 2) -> str:
     result = CliRunner().invoke(app, ["evaluate", *arguments])
     assert result.exit_code == expected, result.output
@@ -67,7 +110,6 @@ def refused(*arguments: str, expected: int = 2) -> str:
 def test_refusals(saved: Path, tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'nothing'}" in refused(str(tmp_path / "nothing"))
     assert f"{tmp_path} is not a complete checkpoint" in refused(str(tmp_path))
-    assert "was saved by 1 ranks; --ranks must be 1, or left out" in refused(str(saved), "--ranks", "2")
     assert "unknown key evaluate.num_sample of --set" in refused(str(saved), *sets("evaluate.num_sample=1"))
     assert "cannot be written" in refused(str(saved), "--json", str(tmp_path / "no" / "a.json"))
     assert "evaluate.num_samples is 0: nothing is evaluated" in refused(str(saved), expected=1)

@@ -48,8 +48,8 @@ SECTIONS = (
         ("[exchange]\nzzz = 1", "unknown key exchange.zzz in recipe.toml; the keys of exchange are window"),
         (
             "[checkpoint]\n'a\tb' = 1",
-            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, keep, complete_every, '
-            "on_error, best, load, strict",
+            'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, keep, '
+            "complete_every, on_error, best, load, strict",
         ),
         ("[[tables]]\nnam = 1", "unknown key tables[0].nam in recipe.toml; did you mean tables[0].name?"),
         ("[[tables]]\nname = 'a'\n[[tables]]\ndim = 1", "tables[1] in recipe.toml has no name; add name = ..."),

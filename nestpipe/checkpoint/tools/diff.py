@@ -18,7 +18,7 @@ from nestpipe.checkpoint.tools.row_stream import Rows, RowStream, find, select, 
 from nestpipe.checkpoint.tools.saved import Report, SavedCheckpoint, TableLayout, open_chain
 from nestpipe.checkpoint.tools.state_view import StateView, TensorEntry
 
-PIECE_BYTES = 128 << 20
+PIECE_BYTES = 64 << 20
 """Rows of the first checkpoint that are in memory at a time."""
 _SETTINGS = ("num_steps", "num_skipped", "seed", "num_micro_batches", "world_size")
 _NOT_CONTENT = ("world_size", "num_micro_batches")

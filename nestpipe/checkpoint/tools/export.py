@@ -28,7 +28,7 @@ from nestpipe.store import init
 
 VERSION = 1
 SETTINGS, DENSE = "model.json", "dense.safetensors"
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 32 << 20
 """Most bytes of the keys of a range of buckets, and of rows that wait to be written."""
 FILE_BYTES = 1 << 30
 """Bytes of rows at which a table's next file begins."""
