@@ -69,6 +69,8 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(BIN)/nestpipe bench consistency --json benchmarks/results/consistency.json --plot docs/consistency.svg --check
 	$(BIN)/nestpipe bench schedules --json benchmarks/results/schedules.json --check
 	$(BIN)/nestpipe bench prepare --rows 20000000 --json benchmarks/results/prepare.json --check
+	$(BIN)/nestpipe bench checkpoint --json benchmarks/results/checkpoint.json --check
+	$(BIN)/nestpipe bench faults --count 200 --json benchmarks/results/faults.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
 
 wheel: install ## build the wheel and the source distribution into dist/

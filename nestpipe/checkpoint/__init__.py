@@ -5,6 +5,7 @@ from nestpipe.checkpoint.errors import CheckpointError, DamagedError, LeftHalfwa
 from nestpipe.checkpoint.folder import (
     BEST,
     RUN,
+    DamagedCheckpoint,
     check_ours,
     claim,
     find_checkpoint,
@@ -21,6 +22,7 @@ __all__ = [
     "BEST",
     "RUN",
     "CheckpointError",
+    "DamagedCheckpoint",
     "DamagedError",
     "LeftHalfwayError",
     "LoadReport",

@@ -25,6 +25,7 @@ import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ _OUR_FILES = re.compile(
 
 MOST_BASES = 1000
 """Longest chain of bases. A longer one is a mistake."""
+
+
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that a load has found to be damaged. Once it is renamed, a good one may have its old name."""
+
+    path: Path
+    inode: int
+
+    @staticmethod
+    def at(path: Path) -> "DamagedCheckpoint":
+        return DamagedCheckpoint(path, _inode(path))
+
+    def is_at(self, path: Path) -> bool:
+        """Returns whether this is still the checkpoint at a path."""
+        return path == self.path and _inode(path) == self.inode
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return -1
 
 
 def claim(folder: Path, holds: str | None = None) -> None:
@@ -133,12 +157,13 @@ def find_checkpoint(path: Path) -> Path:
     return newest
 
 
-def begin(folder: Path, step: int, damaged: Sequence[str] = ()) -> Path:
+def begin(folder: Path, step: int, damaged: Sequence[DamagedCheckpoint] = ()) -> Path:
     """Returns an empty folder for the files of a new checkpoint. Removes leftovers of killed saves, and renames
     checkpoints that a load has found to be damaged."""
-    for name in damaged:
-        if (folder / name).is_dir():
-            (folder / name).rename(_free_path(folder / f"{name}.damaged", ""))
+    for checkpoint in damaged:
+        path = folder / checkpoint.path.name
+        if checkpoint.is_at(path) and path.is_dir():
+            path.rename(_free_path(folder / f"{path.name}.damaged", ""))
     for child in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(child.name) and _is_own_folder(child):
             _remove_our_files(child)

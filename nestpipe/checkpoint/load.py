@@ -35,8 +35,8 @@ class Loaded:
     """Where the data continues on this rank; None if the data had no state."""
     extra: dict[str, Any]
     report: LoadReport
-    damaged: tuple[str, ...]
-    """Names of newer checkpoints that are damaged."""
+    damaged: tuple[folder.DamagedCheckpoint, ...]
+    """Newer checkpoints that are damaged."""
     problems: tuple[str, ...]
     """What is wrong with them."""
     num_row_bytes: int
@@ -90,8 +90,8 @@ def load(subject: Subject, new_store: Callable[[], Store], path: Path, strict: b
         if not is_same:
             raise world.watch.agreed(_different(path))
         _set_dense(subject, found["read"], what)
-        damaged = tuple(lists[0][:number])
-        return _loaded(checkpoint, found["read"], subject, damaged, tuple(problems), strict)
+        damaged = tuple(map(folder.DamagedCheckpoint.at, paths[:number]))
+        return _loaded(checkpoint, found["read"], subject, damaged, tuple(problems))
     raise AssertionError("candidates returns at least one")
 
 
@@ -140,7 +140,9 @@ def _read(checkpoint: Path, subject: Subject, store: Store, strict: bool) -> _Re
         check_tables(manifest, subject.tables, subject.seed)
     dense = read_old_dense(checkpoint, manifest) if is_old else _read_dense(checkpoint, manifest)
     if is_old:
-        own = read_old_rank(checkpoint, manifest, store, names, world.rank, world.size)
+        own, data_is_equal = read_old_rank(checkpoint, manifest, store, names, world.rank, world.size)
+        if manifest["world_size"] != world.size:
+            own = _position(own, data_is_equal, manifest, world.size, strict)
         num_bytes = 0
     else:
         if strict:
@@ -173,13 +175,20 @@ def _read_own(checkpoint: Path, manifest: Mapping[str, Any], rank: int, size: in
     own = _read_state(checkpoint / state_name(saved_rank), Written(*part.content["state"]))
     if manifest["world_size"] == size:
         return own
-    if not manifest["data_is_equal"] and strict:
+    return _position(own, manifest["data_is_equal"], manifest, size, strict)
+
+
+def _position(
+    own: Mapping[str, Any], data_is_equal: bool, manifest: Mapping[str, Any], size: int, strict: bool
+) -> dict[str, Any]:
+    """Returns where the data continues at another world size, given what rank 0 had of its own."""
+    if not data_is_equal and strict:
         raise ValueError(
             f"the checkpoint was saved by {manifest['world_size']} ranks, each with a data position of its own, which "
             f"{size} ranks cannot continue; start {manifest['world_size']} ranks, or load with strict=False and set "
             "the position of the data yourself"
         )
-    return {"data": own["data"]} if manifest["data_is_equal"] else {"data": None}
+    return {"data": own["data"] if data_is_equal else None}
 
 
 def _read_state(file: Path, expected: Written) -> dict[str, Any]:
@@ -220,7 +229,11 @@ def _set_dense(subject: Subject, read: _Read, what: str) -> None:
 
 
 def _loaded(
-    checkpoint: Path, read: _Read, subject: Subject, damaged: tuple[str, ...], problems: tuple[str, ...], strict: bool
+    checkpoint: Path,
+    read: _Read,
+    subject: Subject,
+    damaged: tuple[folder.DamagedCheckpoint, ...],
+    problems: tuple[str, ...],
 ) -> Loaded:
     if "random" in read.own and read.manifest["world_size"] == subject.world.size:
         load_random_state(read.own["random"], subject.world.device)

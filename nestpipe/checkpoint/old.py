@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from nestpipe.checkpoint.errors import DamagedError
+from nestpipe.checkpoint.save import digest_of
+from nestpipe.checkpoint.state_file import encode
 from nestpipe.store import NUM_BUCKETS, Piece, Store, group_by_owner
 
 
@@ -21,10 +23,11 @@ def read_old_dense(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, A
 
 def read_old_rank(
     checkpoint: Path, manifest: Mapping[str, Any], store: Store, tables: Sequence[str], rank: int, world_size: int
-) -> dict[str, Any]:
-    """Imports the rows that a rank owns. Returns what the file of that rank has besides, in format 2."""
+) -> tuple[dict[str, Any], bool]:
+    """Imports the rows that a rank owns. Returns what the file of that rank has besides, in format 2, and whether the
+    state of the data is equal in all files that were read. At another world size the file is that of rank 0."""
     num_saved = manifest["world_size"]
-    others = {"data": manifest.get("data")}
+    others, data_digests = {"data": manifest.get("data")}, set[str]()
     for saved_rank in range(num_saved) if num_saved != world_size else (rank,):
         own = _read(checkpoint, f"rank{saved_rank}.pt", manifest)
         if manifest["format"] == 1:  # this file has rows only; the manifest has the data state
@@ -33,7 +36,8 @@ def read_old_rank(
             _import(store, table, Piece(*own["rows"][table]), rank, world_size)
         if saved_rank == rank or (saved_rank == 0 and num_saved != world_size):
             others = {name: value for name, value in own.items() if name != "rows"}
-    return others
+        data_digests.add(digest_of(encode(own["data"], "the state of the data")))
+    return others, len(data_digests) == 1
 
 
 def _import(store: Store, table: str, piece: Piece, rank: int, world_size: int) -> None:

@@ -39,8 +39,8 @@ class SaveOptions:
     """One in this number of saves is complete; the others have only what has changed since the one before."""
     replaces_newer: bool = False
     """Whether checkpoints of more steps than this one may be removed."""
-    damaged: tuple[str, ...] = ()
-    """Names of checkpoints that a load has found to be damaged. They are renamed, and do not count."""
+    damaged: tuple[folder.DamagedCheckpoint, ...] = ()
+    """Checkpoints that a load has found to be damaged. They are renamed, and do not count."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class Save:
 
     def _make_staging(self, base: Base | None) -> str:
         damaged = self._options.damaged
-        complete = [checkpoint for checkpoint in folder.checkpoints(self.path) if checkpoint.name not in damaged]
+        complete = folder.checkpoints(self.path)
+        complete = [checkpoint for checkpoint in complete if not any(d.is_at(checkpoint) for d in damaged)]
         newer = [checkpoint for checkpoint in complete if _steps_of(checkpoint) > self._subject.num_steps]
         if newer and not self._options.replaces_newer:
             raise CheckpointError(

@@ -78,6 +78,7 @@ class Pipeline:
         step has raised."""
         self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches), batches))
         self._saver = Saver()
+        self._num_skipped_before = 0
         self.pool = pool
         """Rows that stay resident between batches, and between pipelines; None if the schedule keeps none."""
         self._make_stages(steps, light_stages or light.LightStages(light.LIGHT_SECONDS))
@@ -291,6 +292,7 @@ class Pipeline:
             self._emptied_store()
             raise
         self._first_step = self._number = loaded.num_steps
+        self._num_skipped_before = loaded.num_skipped
         if loaded.data_state is not None:
             self._reader.load_state(loaded.data_state)
         return loaded.extra
@@ -310,7 +312,7 @@ class Pipeline:
             store=self.store,
             seed=self.options.seed,
             num_steps=self._first_step + self.num_applied,
-            num_skipped=self.num_skipped,
+            num_skipped=self._num_skipped_before + self.num_skipped,
             num_micro_batches=self.options.num_micro_batches,
             data_state=self._reader.state_after(self.num_applied + self.num_skipped),
             model=model,

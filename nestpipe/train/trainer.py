@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestpipe.checkpoint import LeftHalfwayError, LoadReport, SaveOptions, Saver, Subject, load
+from nestpipe.checkpoint import DamagedCheckpoint, LeftHalfwayError, LoadReport, SaveOptions, Saver, Subject, load
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.numerics import autocast, squared_norm
@@ -86,7 +86,7 @@ class Trainer:
         """What the last load has taken from its checkpoint, made new and dropped."""
         self.load_problems: tuple[str, ...] = ()
         """What was wrong with newer checkpoints, which the last load has passed over."""
-        self._damaged: tuple[str, ...] = ()
+        self._damaged: tuple[DamagedCheckpoint, ...] = ()
         self.num_steps = 0
         self.num_skipped = 0
         """Batches of weight 0 so far. They do not count as steps, but the data advances."""

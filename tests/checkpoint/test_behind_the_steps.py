@@ -58,8 +58,8 @@ CASES = [
     (1, "serial", "minimum"),
     (1, "nested", 1 << 30),
     (2, "nested", "minimum"),
-    (2, "intra", "minimum"),
-    (2, "inter", 1 << 30),
+    pytest.param(2, "intra", "minimum", marks=pytest.mark.slow),
+    pytest.param(2, "inter", 1 << 30, marks=pytest.mark.slow),
 ]
 
 

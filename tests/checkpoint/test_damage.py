@@ -13,7 +13,7 @@ import torch
 
 from nestpipe import World
 from nestpipe.checkpoint import CheckpointError
-from tests.checkpoint.saved import DENSE, PART, SHARD, STATE, edit_manifest, flip, shards_of
+from tests.checkpoint.saved import DENSE, OWN_FILES, PART, SHARD, STATE, edit_manifest, flip, shards_of
 from tests.clicks import batches, make_trainer
 from tests.exactness import cases
 from tests.exactness.cases import Case
@@ -74,6 +74,26 @@ def test_the_older_one_is_loaded(name: str, spoil: Callable[[Path], None], text:
     again.load(tmp_path / "save")
     assert again.digest() == newer
     assert again.load_problems == ()
+
+
+def test_only_what_was_damaged_is_renamed(tmp_path: Path) -> None:
+    """A later save may have the name of the damaged one, and another folder may have a good one of that name.
+
+    Fails if DamagedCheckpoint.is_at compares names only: a good checkpoint would be renamed.
+    """
+    save_twice(tmp_path / "save")
+    save_twice(tmp_path / "other")
+    flip(tmp_path / "save" / SECOND / DENSE, -5)
+    trainer, data = make_trainer(World()), batches(World(), position=64)
+    trainer.load(tmp_path / "save")
+    for steps in (2, 3, 4):
+        trainer.fit(data, 1)
+        trainer.save(tmp_path / "save", keep=2)
+        trainer.save(tmp_path / "other", keep=9)
+        names = {f"step-{step:08d}" for step in (steps - 1, steps)}
+        assert {child.name for child in (tmp_path / "save").iterdir()} == {*OWN_FILES, f"{SECOND}.damaged", *names}
+    names = {FIRST, SECOND, f"{SECOND}-r1", "step-00000003", "step-00000004"}
+    assert {child.name for child in (tmp_path / "other").iterdir()} == {*OWN_FILES, *names}
 
 
 @pytest.mark.parametrize("spoil", ["missing", "damaged", "replaced"])

@@ -69,6 +69,7 @@ def load_and_train(world: World, path: Path) -> dict[str, Tensor]:
     return train(world, 1, load_from=path)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_sharded_by_fsdp(tmp_path: Path) -> None:
     """Fails if Subject.load_dense_state does not shard the optimizer's state, or if the pipeline does not move the

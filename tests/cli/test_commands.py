@@ -132,9 +132,28 @@ def test_bench_learning_quick(tmp_path: Path) -> None:
         assert record["popularity_hr_10"] < record["bigram_hr_10"] < record["oracle_hr_10"]
 
 
+@pytest.mark.slow
+def test_bench_checkpoint_quick(tmp_path: Path) -> None:
+    records = quick_records("checkpoint", tmp_path)
+    assert all((r["rows"], r["dim"], r["threads"], r["schedule"]) == (40_000, 64, 1, "nested") for r in records)
+    incremental = next(r["incremental_bytes_vs_complete"] for r in records if "incremental_bytes_vs_complete" in r)
+    assert 0.05 < incremental < 0.08  # bytes are exact even in a quick run
+    assert [field for field in ("reading_seconds", "checksum_seconds", "import_seconds") if field in records[2]]
+    assert list(tmp_path.iterdir()) == [tmp_path / "checkpoint.json"]
+
+
+@pytest.mark.slow
+def test_bench_faults_quick(tmp_path: Path) -> None:
+    records = quick_records("faults", tmp_path)
+    assert [r["kind"] for r in records] == ["kill-save", "kill-load", "damage-records", "all"]
+    assert [r["faults"] for r in records] == [1, 1, 1, 3]
+    assert all(r["lost_steps"] == r["digest_mismatches"] == 0 for r in records)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["bench", "faults", "--json", "x.json", "--kind", "kill"], "there are kill-clock"),
         (["bench", "store", "--json", "missing/folder/x.json", "--quick"], "does not exist"),
         (["bench", "store"], "--json"),
         (["bench", "stor", "--json", "x"], "No such command 'stor'"),

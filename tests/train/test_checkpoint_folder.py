@@ -93,7 +93,7 @@ def test_the_same_step_again(tmp_path: Path) -> None:
 CALLS = ("os.fsync", "os.rename", "os.replace", "os.unlink", "os.rmdir", "os.mkdir", "os.open", "os.writev")
 
 
-def die_at(number: int, calls: tuple[str, ...], trainer: Trainer, path: Path) -> None:
+def die_at(number: int, calls: tuple[str, ...], trainer: Trainer, path: Path, **options: int) -> None:
     """Saves, and kills the process just before the number-th of these calls, which change the disk or sync it.
 
     It runs in a forked process, which must not compute because it lacks torch's threads.
@@ -113,7 +113,7 @@ def die_at(number: int, calls: tuple[str, ...], trainer: Trainer, path: Path) ->
 
     for name in calls:
         setattr(os, name.removeprefix("os."), counting(name))
-    trainer.save(path)
+    trainer.save(path, **options)
 
 
 @pytest.mark.parametrize("has_old", [True, False])

@@ -13,9 +13,10 @@ from nestpipe.bench.faults.plays import play
 from nestpipe.bench.faults.processes import HangError
 from nestpipe.bench.faults.recipe import Setting, write_recipe
 from nestpipe.bench.faults.trial import Reference, Trial, WrongError, refer
+from nestpipe.bench.harness.hosts import ended_by_signals
 from nestpipe.bench.harness.report import Record
 
-QUICK_KINDS = ("kill-save", "kill-stage", "kill-load", "sigterm", "damage-records")
+QUICK_KINDS = ("kill-save", "kill-load", "damage-records")
 QUICK_SETTINGS = (Setting("nested", 2, "minimum"),)
 
 
@@ -37,17 +38,16 @@ def measure(quick: bool, count: int, seed: int, kind: str | None, keep_going: bo
     kinds = QUICK_KINDS if quick and kind is None else kinds
     faults = deal(min(count, len(kinds)) if quick else count, seed, kinds)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="nestpipe-faults-", dir=parent) as folder:
-        outcomes = list(_play_all(faults, QUICK_SETTINGS if quick else all_settings(), Path(folder), keep_going))
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="nestpipe-faults-", dir=parent) as folder:
+        outcomes = list(play_all(faults, QUICK_SETTINGS if quick else all_settings(), Path(folder), keep_going))
     seconds = time.monotonic() - began
     for name in dict.fromkeys(fault.kind for fault in faults):
         yield _record(name, seed, [outcome for outcome in outcomes if outcome.fault.kind == name])
     yield {**_record("all", seed, outcomes), "seconds": seconds, "seconds_per_fault": seconds / len(outcomes)}
 
 
-def _play_all(
-    faults: Sequence[Fault], settings: Sequence[Setting], folder: Path, keep_going: bool
-) -> Iterator[Outcome]:
+def play_all(faults: Sequence[Fault], settings: Sequence[Setting], folder: Path, keep_going: bool) -> Iterator[Outcome]:
+    """Yields the outcome of each fault, and prints it. Raises FaultError at the first loss, unless it keeps going."""
     references = _References(folder)
     for number, fault in enumerate(faults):
         setting = fault.setting(settings)
@@ -60,6 +60,8 @@ def _play_all(
         except (WrongError, HangError) as error:
             problem = str(error)
             trial.outcome.lost_steps += 1
+        finally:
+            trial.end()
         outcome = trial.outcome
         mark = "" if outcome.is_good else "FAILED: "
         line = f"{number + 1}/{len(faults)} {mark}{outcome}; {time.monotonic() - began:.1f} s"
@@ -85,12 +87,15 @@ class _References:
     def find(self, setting: Setting) -> Reference:
         if setting not in self._by_setting:
             place = self._folder / f"reference-{len(self._by_setting)}"
-            found = refer(setting, place, self.recipe)
+            try:
+                found = refer(setting, place, self.recipe)
+            except (WrongError, HangError) as error:
+                raise FaultError(f"without a fault, a run of ({setting}) does not do what it must: {error}") from None
             for other, reference in self._by_setting.items():
                 if other.num_ranks == setting.num_ranks and reference.digest != found.digest:
                     raise FaultError(f"without a fault, runs of ({setting}) and ({other}) have different digests")
             self._by_setting[setting] = found
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)
         return self._by_setting[setting]
 
 

@@ -2,14 +2,12 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 
 from nestpipe.bench.faults import damage
 from nestpipe.bench.faults.disk import mend, small_disk
 from nestpipe.bench.faults.faults import DAMAGES, MOMENTS_OF, trouble_of
 from nestpipe.bench.faults.moments import SAVE_MOMENTS, STAGE_MOMENTS, STEP, Hit
-from nestpipe.bench.faults.processes import Run
 from nestpipe.bench.faults.recipe import EVERY, NUM_STEPS
 from nestpipe.bench.faults.saved import saved_in
 from nestpipe.bench.faults.trial import Reference, Trial, WrongError
@@ -54,30 +52,24 @@ def _kill_by_clock(trial: Trial, reference: Reference) -> None:
 
 
 def _kill_after_seconds(trial: Trial, reference: Reference) -> int:
-    seconds = trial.random.uniform(0, reference.seconds)
     rank = trial.random.randrange(trial.setting.num_ranks)
-    run = trial.start()
     does_kill_launcher = trial.fault.kind == "kill-launcher"
-    _sleep_until(run, seconds)
+    run = trial.start()
+    when = trial.sleep(run, reference)
     run.kill(run.launcher if does_kill_launcher else run.ranks[rank])
     code = trial.wait(run)
-    trial.say(f"kill {'the launcher' if does_kill_launcher else f'rank {rank}'} after {seconds:.2f} s")
+    trial.say(f"kill {'the launcher' if does_kill_launcher else f'rank {rank}'} {when}")
     if code == 0:
         trial.say("it was complete")
     return code
 
 
-def _sleep_until(run: Run, seconds: float) -> None:
-    time.sleep(max(0.0, run.started + seconds - time.monotonic()))
-
-
 def _overlap(trial: Trial, reference: Reference) -> None:
     """Kills rank 0, and starts the run again at once, while its other ranks are still alive."""
-    seconds = trial.random.uniform(0, reference.seconds)
     run = trial.start()
-    _sleep_until(run, seconds)
+    when = trial.sleep(run, reference)
     run.kill(run.ranks[0], waits=True)
-    trial.say(f"kill rank 0 after {seconds:.2f} s")
+    trial.say(f"kill rank 0 {when}")
     expected, next_run = trial.newest(), trial.start()
     trial.wait(run)
     if trial.wait(next_run) != 0:
@@ -134,11 +126,11 @@ def _stop_midway(trial: Trial) -> None:
 def _sigterm(trial: Trial, reference: Reference) -> None:
     """Sends SIGTERM to a rank at a named moment, or to the launcher after a random time."""
     if trial.random.random() < 0.3:
-        run, seconds = trial.start(), trial.random.uniform(0, reference.seconds)
-        _sleep_until(run, seconds)
+        run = trial.start()
+        when = trial.sleep(run, reference)
         if run.is_alive:
             os.kill(run.launcher, signal.SIGTERM)
-        code, text = trial.wait(run), f"SIGTERM to the launcher after {seconds:.2f} s"
+        code, text = trial.wait(run), f"SIGTERM to the launcher {when}"
         is_early = not run.command.events(0, "open the folders")
         if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_early:
             code = 0  # it has not begun, so it need not handle it

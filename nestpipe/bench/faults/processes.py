@@ -60,11 +60,17 @@ class Command:
         """Returns the times and values of the events of one name in the log of a rank."""
         return self.all_events(rank).get(name, [])
 
+    def steps(self) -> list[int]:
+        """Returns the steps that rank 0 has done so far."""
+        return [int(value) for _, value in self.events(0, "step")]
+
     def all_events(self, rank: int) -> dict[str, list[tuple[float, Any]]]:
         """Returns the times and values of all events in the log of a rank, by name."""
         file = self.logs / f"log-{rank}"
         found: dict[str, list[tuple[float, Any]]] = {}
-        for line in file.read_text().splitlines() if file.exists() else ():
+        for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+            if not line.endswith("\n"):
+                break  # it is being written
             seconds, name, value = json.loads(line)
             found.setdefault(name, []).append((seconds, value))
         return found

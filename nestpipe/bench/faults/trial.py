@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ class Reference:
     """A run that was left alone."""
 
     digest: str
-    seconds: float
+    start_seconds: float
+    """From its start to its first step."""
+    step_seconds: float
     counts: Sequence[Mapping[str, int]]
     """How often each rank reaches each moment."""
 
@@ -40,6 +43,7 @@ class Trial:
         self.outcome = Outcome(fault, setting)
         self._folder, self._recipe, self._more = folder, recipe, more
         self._commands: list[Command] = []
+        self._runs: list[Run] = []
         self._first_counted = 0
         """First command whose checkpoints must still be good."""
         self._torn: set[int] = set()
@@ -57,11 +61,17 @@ class Trial:
         command = Command(arguments, self.setting.num_ranks, self.checkpoints, logs, hits or {})
         self._commands.append(command)
         self._summary.unlink(missing_ok=True)
-        return Run(command)
+        self._runs.append(Run(command))
+        return self._runs[-1]
 
     def run(self, hits: Mapping[int, Sequence[Hit]] | None = None, *more: str) -> int:
         """Runs until all processes have ended. Returns the exit code."""
         return self.wait(self.start(hits, *more))
+
+    def end(self) -> None:
+        """Kills all processes that are left of its runs."""
+        for run in self._runs:
+            run.end()
 
     def wait(self, run: Run) -> int:
         """Waits for the end of a run. What has become visible must be on disk."""
@@ -89,6 +99,17 @@ class Trial:
         (self._torn if spoils_rows else self._spoilt).add(victim.inode)
         self._first_counted = len(self._commands)
         return self._newest_visible()
+
+    def sleep(self, run: Run, reference: Reference) -> str:
+        """Waits for a random moment of a run, or until it has ended. Returns a text that says when that is."""
+        step = self.random.randrange(self.newest(), NUM_STEPS + 1)
+        is_start = self.random.random() < 0.2
+        most_seconds = reference.start_seconds if is_start else 2 * reference.step_seconds
+        seconds = self.random.uniform(0, most_seconds)
+        while not is_start and run.is_alive and max(run.command.steps(), default=0) < step:
+            time.sleep(0.002)
+        time.sleep(seconds)
+        return f"{seconds:.3f} s after {'the start' if is_start else f'step {step}'}"
 
     def was_hit(self, rank: int) -> bool:
         return bool(self.last.events(rank, "hit"))
@@ -171,16 +192,23 @@ class Trial:
 def refer(setting: Setting, folder: Path, recipe: Path) -> Reference:
     """Runs without a fault; and once more, which loads the last checkpoint and trains nothing."""
     trial = Trial(Fault("none", 0), setting, folder, recipe)
+    try:
+        return _refer(trial)
+    finally:
+        trial.end()
+
+
+def _refer(trial: Trial) -> Reference:
     run = trial.start()
     if trial.wait(run) != 0:
-        raise WrongError(f"the run that is left alone failed ({setting}):\n{trial.output()}")
+        raise WrongError(f"it failed\n{trial.output()}")
     steps = run.command.events(0, "step")
     digest = trial.summary()["digest"]
     trial.complete(NUM_STEPS, digest)
     if not trial.outcome.is_good:
-        raise WrongError(f"the run that is left alone cannot be started again: {trial.outcome}")
+        raise WrongError(str(trial.outcome))
     counts = [
         {**trial.last.events(rank, "counts")[0][1], **run.command.events(rank, "counts")[0][1]}
-        for rank in range(setting.num_ranks)
+        for rank in range(trial.setting.num_ranks)
     ]
-    return Reference(digest, steps[-1][0] - run.started, counts)
+    return Reference(digest, steps[0][0] - run.started, (steps[-1][0] - steps[0][0]) / (len(steps) - 1), counts)
