@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestpipe import World
-from nestpipe.checkpoint import sharded as sharded_module
+from nestpipe.checkpoint import dtensors as sharded_module
 from nestpipe.checkpoint.dtensors import is_sharded, shard_like
 from nestpipe.checkpoint.state_file import encode, read_state, write_state
 from tests.ranks import run_ranks

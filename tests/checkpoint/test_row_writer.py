@@ -91,6 +91,19 @@ def _shards(writer: RowWriter, folder: Path) -> list[SavedShard]:
     return [SavedShard(folder / name, b, ID, part.num_bytes, part.rows) for name, (b, part) in files.items()]
 
 
+def test_all_rows_are_aside(tmp_path: Path) -> None:
+    """They are written before the save takes the first piece. Fails if RowWriter.write appends only what is aside after
+    a piece."""
+    store = make_store()
+    change(store, 1, NUM_KEYS)
+    expected = content(store)
+    writer = RowWriter(store, NAMES, _made(tmp_path / "a"), 0, 1, ID, changed_only=False)
+    for spec in SPECS[:2]:
+        keys = store.export_piece(spec.name, 0, 65536).keys
+        store.scatter(spec.name, keys, torch.zeros(len(keys), spec.num_columns, dtype=spec.dtype), 2)
+    assert content(read(_shards(writer, tmp_path / "a"))[0]) == expected
+
+
 def test_a_row_that_was_erased_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes a third time before the save comes to its table, so it is appended before the table's other rows.
 

@@ -29,6 +29,7 @@ WEIGHTS = {
     "kill-load": 4,
     "kill-overlap": 1,
     "sigterm": 3,
+    "sigterm-kill": 1,
     **dict.fromkeys(DISK_KINDS, 1),
     **dict.fromkeys(DAMAGES, 1),
 }

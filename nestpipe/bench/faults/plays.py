@@ -1,7 +1,7 @@
 """What happens in a trial, by kind of fault."""
 
-import os
 import signal
+import time
 from collections.abc import Callable
 
 from nestpipe.bench.faults import damage
@@ -56,7 +56,7 @@ def _kill_after_seconds(trial: Trial, reference: Reference) -> int:
     does_kill_launcher = trial.fault.kind == "kill-launcher"
     run = trial.start()
     when = trial.sleep(run, reference)
-    run.kill(run.launcher if does_kill_launcher else run.ranks[rank])
+    (run.launcher if does_kill_launcher else run.ranks[rank]).kill()
     code = trial.wait(run)
     trial.say(f"kill {'the launcher' if does_kill_launcher else f'rank {rank}'} {when}")
     if code == 0:
@@ -68,7 +68,7 @@ def _overlap(trial: Trial, reference: Reference) -> None:
     """Kills rank 0, and starts the run again at once, while its other ranks are still alive."""
     run = trial.start()
     when = trial.sleep(run, reference)
-    run.kill(run.ranks[0], waits=True)
+    run.ranks[0].kill()
     trial.say(f"kill rank 0 {when}")
     expected, next_run = trial.newest(), trial.start()
     trial.wait(run)
@@ -124,23 +124,8 @@ def _stop_midway(trial: Trial) -> None:
 
 
 def _sigterm(trial: Trial, reference: Reference) -> None:
-    """Sends SIGTERM to a rank at a named moment, or to the launcher after a random time."""
-    if trial.random.random() < 0.3:
-        run = trial.start()
-        when = trial.sleep(run, reference)
-        if run.is_alive:
-            os.kill(run.launcher, signal.SIGTERM)
-        code, text = trial.wait(run), f"SIGTERM to the launcher {when}"
-        is_early = not run.command.events(0, "open the folders")
-        if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_early:
-            code = 0  # it has not begun, so it need not handle it
-    else:
-        moment = trial.random.choice((STEP, *STAGE_MOMENTS, *SAVE_MOMENTS))
-        rank = trial.random.randrange(trial.setting.num_ranks) if moment.only_rank is None else moment.only_rank
-        most = reference.counts[rank].get(moment.name, 0) or 1
-        hit = Hit(moment.name, 1 + trial.random.randrange(most), trial.random.random() < 0.5, "terminate")
-        code, text = trial.run({rank: (hit,)}), f"rank {rank}: {hit}"
-    trial.say(text)
+    """Sends SIGTERM to one or two ranks at named moments, or to the launcher at a random one."""
+    code = _terminate_launcher(trial, reference) if trial.random.random() < 0.3 else _terminate_ranks(trial, reference)
     if code != 0:
         raise WrongError(f"the run ended with exit code {code} after a SIGTERM, must be 0")
     expected = NUM_STEPS if trial.has_summary else trial.steps_trained()
@@ -148,6 +133,41 @@ def _sigterm(trial: Trial, reference: Reference) -> None:
         trial.outcome.lost_steps += abs(expected - trial.newest())
         trial.say(f"{expected} steps were trained, {trial.newest()} were saved")
     _end(trial, reference, expected)
+
+
+def _terminate_launcher(trial: Trial, reference: Reference) -> int:
+    run = trial.start()
+    when = trial.sleep(run, reference)
+    run.launcher.send(signal.SIGTERM)
+    code = trial.wait(run)
+    trial.say(f"SIGTERM to the launcher {when}")
+    is_idle = trial.has_summary or not run.command.events(0, "open the folders")  # it need not handle it
+    return 0 if is_idle and code in (-signal.SIGTERM, 128 + signal.SIGTERM) else code
+
+
+def _terminate_ranks(trial: Trial, reference: Reference) -> int:
+    hits = {}
+    for _ in range(trial.random.choice((1, 1, 2))):
+        moment = trial.random.choice((STEP, *STAGE_MOMENTS, *SAVE_MOMENTS))
+        rank = trial.random.randrange(trial.setting.num_ranks) if moment.only_rank is None else moment.only_rank
+        most = reference.counts[rank].get(moment.name, 0) or 1
+        hits[rank] = Hit(moment.name, 1 + trial.random.randrange(most), trial.random.random() < 0.5, "terminate")
+    code = trial.run({rank: (hit,) for rank, hit in hits.items()})
+    trial.say(", ".join(f"rank {rank}: {hit}" for rank, hit in hits.items()))
+    return code
+
+
+def _sigterm_and_kill(trial: Trial, reference: Reference) -> None:
+    """Kills a rank soon after the launcher got a SIGTERM, as a job scheduler whose patience ends."""
+    run = trial.start()
+    when = trial.sleep(run, reference)
+    run.launcher.send(signal.SIGTERM)
+    rank, seconds = trial.random.randrange(trial.setting.num_ranks), trial.random.uniform(0, 5 * reference.step_seconds)
+    time.sleep(seconds)
+    run.ranks[rank].kill()
+    trial.wait(run)
+    trial.say(f"SIGTERM to the launcher {when}, kill rank {rank} {seconds:.3f} s after it")
+    _end(trial, reference, trial.newest())
 
 
 def _disk(trial: Trial, reference: Reference) -> None:
@@ -242,4 +262,5 @@ _PLAYS: dict[str, Play] = {
     "kill-load": _kill_load,
     "kill-overlap": _overlap,
     "sigterm": _sigterm,
+    "sigterm-kill": _sigterm_and_kill,
 }

@@ -10,10 +10,12 @@ import json
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,23 +93,13 @@ class Run:
         if not here.poll(END_SECONDS):
             self._launcher.kill()
             raise HangError("the processes of a run did not start")
-        self.ranks: list[int] = here.recv()
-
-    @property
-    def launcher(self) -> int:
+        self.ranks = [_Handle(process) for process in here.recv()]
         assert self._launcher.pid is not None
-        return self._launcher.pid
+        self.launcher = _Handle(self._launcher.pid)
 
     @property
     def is_alive(self) -> bool:
-        return self._launcher.is_alive()
-
-    def kill(self, process: int, waits: bool = False) -> None:
-        """Sends SIGKILL to the launcher or a rank, if it still exists; and waits until it is dead, if told to."""
-        if _is_alive(process):
-            os.kill(process, signal.SIGKILL)
-        while waits and _is_alive(process):
-            time.sleep(0.001)
+        return self.launcher.is_alive
 
     def wait(self, seconds: float = END_SECONDS) -> int:
         """Waits until all processes have ended. Returns the exit code of the launcher, or minus a signal."""
@@ -117,7 +109,7 @@ class Run:
             self.end()
             raise HangError(f"the run has not ended after {seconds} s:\n{self.command.output()}")
         deadline = time.monotonic() + 10.0
-        while any(map(_is_alive, self.ranks)):
+        while any(rank.is_alive for rank in self.ranks):
             if time.monotonic() > deadline:
                 self.end()
                 raise HangError(f"a rank outlives its launcher:\n{self.command.output()}")
@@ -127,21 +119,38 @@ class Run:
     def end(self) -> None:
         """Kills all processes that are left."""
         for process in (*self.ranks, self.launcher):
-            self.kill(process)
+            process.send(signal.SIGKILL)
         self._launcher.join()
 
     def _show_stacks(self) -> None:
         """Has the ranks print the stacks of all threads."""
-        for process in filter(_is_alive, self.ranks):
-            os.kill(process, signal.SIGUSR1)
+        for rank in self.ranks:
+            rank.send(signal.SIGUSR1)
         time.sleep(1.0)
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{process}/stat").read_text()  # a dead one may wait for its parent
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+class _Handle:
+    """A process that this one did not start itself. Another one that gets its number later is never meant."""
+
+    def __init__(self, process: int) -> None:
+        self._descriptor = os.pidfd_open(process)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def is_alive(self) -> bool:
+        return not select.select([self._descriptor], [], [], 0)[0]
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, unless the process has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL, and waits until the process is dead."""
+        self.send(signal.SIGKILL)
+        select.select([self._descriptor], [], [])
 
 
 def _launch(command: Command, told: Connection) -> None:

@@ -102,6 +102,8 @@ class Seams:
             time.sleep(0.001)
 
     def _log_call(self, moment: Moment, arguments: tuple[Any, ...]) -> None:
+        if moment.name == "open the folders":
+            self.log(moment.name)
         if moment.name == "rename" and ".partial" in Path(arguments[0]).name:
             folder = Path(arguments[0])
             self.log("visible", [folder.name, stamps_in(folder), stamp(folder.parent)[0]])
