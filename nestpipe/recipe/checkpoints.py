@@ -32,14 +32,16 @@ class Checkpoints:
         return False
 
     def save_last(self) -> None:
-        """Saves the last steps, unless that was done, and waits until every checkpoint is complete."""
+        """Waits until the last checkpoint is complete. Saves again if it has failed, or if steps were trained since."""
+        self._trainer.finish_save()
         if self._section.dir is not None and self._trainer.num_steps > self._num_saved:
             self._save(wait=True)
-        self._trainer.finish_save()
 
     def _save(self, wait: bool) -> None:
         section, validation = self._section, self._validation
         assert section.dir is not None
+        self._trainer.saver.finish()  # its failure is not that of the next one
+        self._num_saved = self._trainer.num_steps
         self._trainer.save(
             Path(section.dir),
             extra={} if validation is None else {"validation": validation.state()},
@@ -47,7 +49,6 @@ class Checkpoints:
             keep=section.keep,
             complete_every=section.complete_every,
         )
-        self._num_saved = self._trainer.num_steps
 
     def _warn(self, error: CheckpointError) -> None:
         """The run goes on without this checkpoint. The next one has all rows, and there is one at the end."""

@@ -34,6 +34,7 @@ def play(folder: Path, setting: Setting, *faults: Fault) -> None:
     assert list(folder.parent.iterdir()) == [folder]  # nothing was kept
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     play(tmp_path, ALONE, Fault("damage-records", 0))
 

@@ -1,0 +1,140 @@
+"""A run that is killed at any moment and started again ends as if nothing had happened.
+
+Fails, for example, if _resume does not load the state of the data, or if remove_older is called before publish.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nestpipe import World
+from nestpipe.checkpoint import folder, saver
+from nestpipe.checkpoint import load as load_module
+from nestpipe.checkpoint.shards import ShardFile
+from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.recipe.run import run
+from nestpipe.recipe.text import load_config
+from nestpipe.train.fit_result import FitResult
+from tests import ranks
+from tests.recipe.test_checkpoint_keys import QUICK
+
+STEPS = 9
+MOMENTS = {
+    "append to a shard": (ShardFile, "_append"),
+    "finish a shard": (ShardFile, "finish"),
+    "publish": (folder, "publish"),
+    "remove an older one": (folder, "_remove"),
+    "begin": (folder, "begin"),
+    "end of a save": (saver.Saver, "finish"),
+    "read rows": (load_module, "_read_rows"),
+}
+"""Functions at whose n-th call a rank is killed."""
+
+
+def settings(path: Path, schedule: str) -> tuple[str, ...]:
+    saves = f"checkpoint.dir={path}", "checkpoint.every=2", "checkpoint.complete_every=3"
+    return *QUICK, *saves, f"train.steps={STEPS}", f"pipeline.schedule={schedule}", "pipeline.num_micro_batches=2"
+
+
+def train(world: World, path: Path, schedule: str) -> tuple[str, int]:
+    summary = run(load_config(None, settings(path, schedule)).resolved(1, 1), world)
+    return summary["digest"], summary["resumed_from_step"]
+
+
+def train_until_killed(world: World, path: Path, schedule: str, moment: str, number: int, killed_rank: int) -> None:
+    """Kills this process at a call of the function of a moment, or after a step."""
+    left = number
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and world.rank == killed_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(result: FitResult) -> None:
+        if moment == "a step":
+            count()
+
+    if moment in MOMENTS:
+        owner, name = MOMENTS[moment]
+        original = getattr(owner, name)
+
+        def counting(*arguments: object, **options: object) -> object:
+            count()
+            return original(*arguments, **options)
+
+        setattr(owner, name, counting)
+    run(load_config(None, settings(path, schedule)).resolved(1, 1), world, after_step)
+
+
+def start_and_wait(size: int, *arguments: object) -> bool:
+    """Runs ranks of which one may be killed. Returns whether one was."""
+    processes, _ = ranks._start(size, train_until_killed, arguments)
+    try:
+        for process in processes:
+            process.join(timeout=ranks.limit_seconds)
+        return any(process.exitcode == -signal.SIGKILL for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def newest(path: Path) -> int:
+    complete = folder.checkpoints(path)
+    return int(complete[-1].name[5:13]) if complete else 0
+
+
+def check(size: int, schedule: str, moment: str, number: int, killed_rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    was_killed = start_and_wait(size, path, schedule, moment, number, killed_rank)
+    assert was_killed
+    step = newest(path)
+    digests = {train_ends[0] for train_ends in ranks.run_ranks(size, train, tmp_path / "whole", schedule)}
+    resumed = ranks.run_ranks(size, train, path, schedule)
+    assert {digest for digest, _ in resumed} == digests
+    assert {resumed_from for _, resumed_from in resumed} == {step}
+
+
+@pytest.mark.parametrize(
+    ("size", "moment", "number", "killed_rank"),
+    [
+        (1, "publish", 2, 0),
+        (1, "remove an older one", 1, 0),
+        (2, "append to a shard", 30, 1),
+        (2, "a step", 5, 0),
+    ],
+)
+def test_started_again(size: int, moment: str, number: int, killed_rank: int, tmp_path: Path) -> None:
+    """The newest complete checkpoint is the one that the run goes on from: no step before it is lost."""
+    check(size, "nested", moment, number, killed_rank, tmp_path)
+
+
+def everywhere() -> list[tuple[int, str, str, int]]:
+    """Returns every moment with every schedule, at 1 to 3 ranks, at the first to third call."""
+    moments = [name for name in MOMENTS if name != "read rows"]
+    return [
+        (1 + (m + s) % 3, schedule, moment, 1 + (m + 2 * s) % 3)
+        for m, moment in enumerate(moments)
+        for s, schedule in enumerate(SCHEDULES)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(("size", "schedule", "moment", "number"), everywhere())
+def test_started_again_everywhere(size: int, schedule: str, moment: str, number: int, tmp_path: Path) -> None:
+    check(size, schedule, moment, number, 0, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_killed_while_it_loads(tmp_path: Path) -> None:
+    """Twice, then it loads."""
+    path = tmp_path / "out"
+    assert start_and_wait(2, path, "nested", "a step", 7, 1)
+    for _ in range(2):
+        assert start_and_wait(2, path, "nested", "read rows", 1, 1)
+    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", "nested")}
+    assert {digest for digest, _ in ranks.run_ranks(2, train, path, "nested")} == digests
