@@ -95,6 +95,7 @@ def test_tables_without_rows(tmp_path: Path) -> None:
     assert scores.shape == (5,)
 
 
+@pytest.mark.slow
 def test_runs_without_nestpipe(run_folder: Path) -> None:
     """As its docstring says. Fails if the example imports the package."""
     folder = run_folder.parent / "exported"

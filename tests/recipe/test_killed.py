@@ -11,7 +11,7 @@ import pytest
 
 from nestpipe import World
 from nestpipe.checkpoint import folder, saver
-from nestpipe.checkpoint import load as load_module
+from nestpipe.checkpoint.row_reader import RowReader
 from nestpipe.checkpoint.shards import ShardFile
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.recipe.run import run
@@ -28,7 +28,7 @@ MOMENTS = {
     "remove an older one": (folder, "_remove"),
     "begin": (folder, "begin"),
     "end of a save": (saver.Saver, "finish"),
-    "read rows": (load_module, "_read_rows"),
+    "read rows": (RowReader, "read"),
 }
 """Functions at whose n-th call a rank is killed."""
 
@@ -100,10 +100,10 @@ def check(size: int, schedule: str, moment: str, number: int, killed_rank: int, 
 @pytest.mark.parametrize(
     ("size", "moment", "number", "killed_rank"),
     [
-        (1, "publish", 2, 0),
-        (1, "remove an older one", 1, 0),
+        pytest.param(1, "publish", 2, 0, marks=pytest.mark.slow),
+        pytest.param(1, "remove an older one", 1, 0, marks=pytest.mark.slow),
         (2, "append to a shard", 30, 1),
-        (2, "a step", 5, 0),
+        pytest.param(2, "a step", 5, 0, marks=pytest.mark.slow),
     ],
 )
 def test_started_again(size: int, moment: str, number: int, killed_rank: int, tmp_path: Path) -> None:
