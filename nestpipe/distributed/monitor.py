@@ -244,7 +244,8 @@ class Monitor:
             texts = [f"rank {rank} is slow {beats[rank].idle}" for rank in slow[:MOST_NAMED]]
             texts += [f"{len(slow) - MOST_NAMED} other ranks, too"] if len(slow) > MOST_NAMED else []
             since = clock(time.time() - self._idle_seconds)
-            print(f"nestpipe: rank {self.rank}: {place} since {since}: {'; '.join(texts)}", file=sys.stderr, flush=True)
+            line = f"nestpipe: rank {self.rank}: {place} since {since}: {'; '.join(texts)}\n"
+            print(line, end="", file=sys.stderr, flush=True)  # one write: other threads print, too
 
     def _check_stall(self, beats: list[Beat]) -> None:
         """Publishes the ranks that hang."""
