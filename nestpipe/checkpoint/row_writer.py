@@ -3,11 +3,15 @@
 Two threads append to the shards. The thread that saves takes the rows from the store, a stretch at a time. The thread
 that writes rows back to the store, during training, first keeps aside what the save has not reached. When 64 MB are
 aside, it appends them itself, and training waits for that.
+
+Training needs the processor, the memory and Python's lock, too. So the save rests after each stretch, as long as that
+has taken, until somebody waits for the save.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 import torch
 from torch import Tensor
@@ -17,10 +21,13 @@ from nestpipe.checkpoint.shards import ShardContent, ShardFile
 from nestpipe.store import NUM_BUCKETS, Piece, Shards, Store, group_by_owner
 
 STRETCH_BYTES = 16 << 20
-"""Rows that are taken from the store at a time. Writers wait while they are copied."""
+"""Rows that are taken from the store at a time, with up to SHARDS_A_STRETCH shards. Writers wait while they are
+copied."""
+SHARDS_A_STRETCH = 128
+"""With more shards a stretch is larger: a stretch becomes a block in each of them, which has a cost of its own."""
 ASIDE_BYTES = 64 << 20
 """Rows aside at which training waits until they are appended."""
-SHARD_BYTES = 32 << 20
+SHARD_BYTES = 128 << 20
 """Size of a shard, as long as MOST_SHARDS suffice."""
 FEWEST_SHARDS, MOST_SHARDS = 4, 256
 """Shards of a rank. A rank of another world reads only those that have rows of its own."""
@@ -73,15 +80,22 @@ class RowWriter:
             self.end()
             raise
 
-    def write(self) -> dict[str, tuple[range, ShardContent]]:
-        """Writes all shards, and returns the buckets and the content of each by its file's name."""
+    def write(self, is_awaited: Event) -> dict[str, tuple[range, ShardContent]]:
+        """Writes all shards, and returns the buckets and the content of each by its file's name.
+
+        is_awaited: set when somebody waits for the save, which then makes no more pauses.
+        """
+        stretch_bytes = STRETCH_BYTES * -(-self._shards.num_own // SHARDS_A_STRETCH)
+        began = time.monotonic()
         try:
             for table in self._numbers:
-                for piece, counts in self._snapshot.pieces(table, self._shards, STRETCH_BYTES):
+                for piece, counts in self._snapshot.pieces(table, self._shards, stretch_bytes):
                     with self._file_lock:
                         self._append(table, piece, counts)
                     self._append_aside()
                     self._raise_error()
+                    is_awaited.wait(time.monotonic() - began)
+                    began = time.monotonic()
             self._append_aside()
             self._raise_error()
             self._check_num_rows()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Save:
             self._give_up()
             raise
         self._written: Future[None] = Future()
+        self._is_awaited = Event()
         Thread(target=self._write, name="save", daemon=True).start()
 
     @property
@@ -96,6 +97,7 @@ class Save:
 
     def finish(self) -> Base:
         """Waits until all ranks have written, and makes the checkpoint visible."""
+        self._is_awaited.set()
         try:
             try:
                 self._world.watch.wait(self._written, self.what, is_remote=False)
@@ -192,7 +194,7 @@ class Save:
 
     def _write_files(self) -> None:
         assert self._rows is not None
-        rank, shards = self._world.rank, self._rows.write()
+        rank, shards = self._world.rank, self._rows.write(self._is_awaited)
         if rank == 0:
             dense = write_state(self._staging / DENSE, self._dense)
         part = {

@@ -32,6 +32,10 @@ _HEADER_BYTES = 64
 _ROWS, _ERASED, _END = b"ROWS", b"GONE", b"END "
 _SUBMIT_BYTES = 1 << 20
 """Bytes after which a shard asks the system to write, so that the disk does not wait for the end of the save."""
+_READ_BYTES = 1 << 20
+"""Bytes that are read from a file at a time."""
+_JOINED_BYTES = 8 << 20
+"""Size up to which a reader returns blocks of the same table as one."""
 _MOST_BYTES = 1 << 30
 """Largest content of a block. Blocks are far smaller; a larger number is damage."""
 
@@ -131,6 +135,62 @@ class Block(NamedTuple):
     erased: Tensor | None
 
 
+@dataclass(frozen=True)
+class _BlockHeader:
+    """Header of a block, as it is in the file."""
+
+    kind: bytes
+    table: int
+    record_bytes: int
+    number: int
+    num_rows: int
+    num_bytes: int
+    checksum: int
+
+    @property
+    def makes_sense(self) -> bool:
+        expected = self.num_rows * (16 + self.record_bytes if self.kind == _ROWS else 8)
+        return self.kind in (_ROWS, _ERASED) and self.num_bytes == expected and self.num_bytes <= _MOST_BYTES
+
+
+class _Joined:
+    """Memory for blocks of one table that follow each other. A save writes small ones, which are slow to import."""
+
+    def __init__(self, first: _BlockHeader) -> None:
+        self._first = first
+        capacity = max(first.num_rows, _JOINED_BYTES // (16 + first.record_bytes))
+        self._arrays = [torch.empty(capacity, dtype=torch.int64)]
+        if first.kind == _ROWS:
+            self._arrays += [
+                torch.empty(capacity, dtype=torch.int64),
+                torch.empty(capacity, first.record_bytes, dtype=torch.uint8),
+            ]
+        self._num_rows = 0
+
+    def has_room_for(self, block: _BlockHeader) -> bool:
+        first = self._first
+        is_same = (block.kind, block.table, block.record_bytes) == (first.kind, first.table, first.record_bytes)
+        return is_same and self._num_rows + block.num_rows <= len(self._arrays[0])
+
+    def read(self, file: IO[bytes], num_rows: int) -> int | None:
+        """Reads the content of a block. Returns its checksum; None if the file ends before."""
+        checksum = 0
+        for array in self._arrays:
+            part = array[self._num_rows : self._num_rows + num_rows]
+            if file.readinto(part.view(torch.uint8).numpy()) != part.nbytes:  # type: ignore[attr-defined]
+                return None
+            checksum = crc32c(part, checksum)
+        self._num_rows += num_rows
+        return checksum
+
+    def block(self) -> Block:
+        arrays = [array[: self._num_rows] for array in self._arrays]
+        if self._first.kind == _ERASED:
+            return Block(self._first.table, None, *arrays)
+        keys, steps, records = arrays
+        return Block(self._first.table, Piece(keys, records, steps), None)
+
+
 class ShardReader:
     """The blocks of a shard. A file that is not exactly what was written raises DamagedError."""
 
@@ -141,9 +201,10 @@ class ShardReader:
         self._num_bytes = num_bytes
 
     def blocks(self) -> Iterator[Block]:
-        """Reads and checks one block after the other. The end, and with it the length of the file, is checked last."""
+        """Reads and checks the blocks in order. Returns small ones of the same table as one. The end, and with it the
+        length of the file, is checked last."""
         try:
-            with self.path.open("rb") as file:
+            with self.path.open("rb", buffering=_READ_BYTES) as file:
                 yield from self._blocks(file)
         except OSError as error:
             raise DamagedError(f"{self.path} cannot be read: {error.strerror or error}") from None
@@ -152,8 +213,33 @@ class ShardReader:
         size = os.fstat(file.fileno()).st_size
         if size != self._num_bytes:
             raise DamagedError(f"{self.path} has {size} bytes instead of {self._num_bytes}")
+        seal = self._check_file_header(file)
+        joined: _Joined | None = None
+        num_blocks = num_rows = 0
+        while True:
+            where = f"block {num_blocks}"
+            block = _BlockHeader(*_BLOCK.unpack(self._header(file, where, seal)[:-4]))
+            if block.number != num_blocks:
+                raise DamagedError(f"{self.path}: block {block.number} is in the place of {where}")
+            if block.kind == _END:
+                break
+            if not block.makes_sense:
+                raise DamagedError(f"{self.path}: {where} is damaged: its header makes no sense")
+            if joined is not None and not joined.has_room_for(block):
+                yield joined.block()
+                joined = None
+            joined = joined or _Joined(block)
+            self._read_block(file, joined, block, where)
+            num_blocks, num_rows = num_blocks + 1, num_rows + block.num_rows
+        if block.num_rows != num_rows or file.tell() != size:
+            raise DamagedError(f"{self.path} ends too early")
+        if joined is not None:
+            yield joined.block()
+
+    def _check_file_header(self, file: IO[bytes]) -> int:
+        """Returns the checksum that those of the blocks' headers continue."""
         header = self._header(file, "its header")
-        seal, (magic, version, header_bytes, *buckets, save_id) = _seal_of(header), _FILE.unpack(header[:-4])
+        magic, version, header_bytes, *buckets, save_id = _FILE.unpack(header[:-4])
         if magic != _MAGIC or header_bytes != _HEADER_BYTES:
             raise DamagedError(f"{self.path} is not a shard of rows")
         if version != VERSION:
@@ -162,44 +248,14 @@ class ShardReader:
             raise DamagedError(f"{self.path} belongs to another save")
         if range(*buckets) != self._buckets:
             raise DamagedError(f"{self.path} is another shard: it has buckets {buckets}")
-        num_blocks = num_rows = 0
-        while True:
-            where = f"block {num_blocks}"
-            header = self._header(file, where, seal)[:-4]
-            kind, table, record_bytes, number, count, num_bytes, checksum = _BLOCK.unpack(header)
-            if number != num_blocks:
-                raise DamagedError(f"{self.path}: block {number} is in the place of {where}")
-            if kind == _END:
-                if count != num_rows or file.tell() != size:
-                    raise DamagedError(f"{self.path} ends too early")
-                return
-            yield self._block(file, kind, table, record_bytes, count, num_bytes, checksum, where)
-            num_blocks, num_rows = num_blocks + 1, num_rows + count
+        return _seal_of(header)
 
-    def _block(
-        self,
-        file: IO[bytes],
-        kind: bytes,
-        table: int,
-        record_bytes: int,
-        count: int,
-        num_bytes: int,
-        checksum: int,
-        where: str,
-    ) -> Block:
-        expected = count * (16 + record_bytes) if kind == _ROWS else 8 * count
-        if kind not in (_ROWS, _ERASED) or num_bytes != expected or num_bytes > _MOST_BYTES:
-            raise DamagedError(f"{self.path}: {where} is damaged: its header makes no sense")
-        content = torch.empty(num_bytes, dtype=torch.uint8)
-        if file.readinto(content.numpy()) != num_bytes:  # type: ignore[attr-defined]
+    def _read_block(self, file: IO[bytes], joined: _Joined, block: _BlockHeader, where: str) -> None:
+        checksum = joined.read(file, block.num_rows)
+        if checksum is None:
             raise DamagedError(f"{self.path}: {where} is cut off")
-        if crc32c(content) != checksum:
+        if checksum != block.checksum:
             raise DamagedError(f"{self.path}: {where} is damaged: its checksum is wrong")
-        keys = content[: 8 * count].view(torch.int64)
-        if kind == _ERASED:
-            return Block(table, None, keys)
-        steps, records = content[8 * count : 16 * count].view(torch.int64), content[16 * count :]
-        return Block(table, Piece(keys, records.view(count, record_bytes), steps), None)
 
     def _header(self, file: IO[bytes], where: str, before: int = 0) -> bytes:
         data = file.read(_HEADER_BYTES)

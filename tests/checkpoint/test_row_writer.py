@@ -81,13 +81,39 @@ def test_rows_of_the_beginning(seed: int, tmp_path: Path, monkeypatch: pytest.Mo
     assert content(store) != expected
 
 
+class Pauses(Event):
+    """Counts pauses instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds.append(timeout)
+        return False
+
+
+def test_the_save_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each stretch, as long as it has taken, pauses not included. Fails if RowWriter.write does not take the time
+    again after a pause."""
+    monkeypatch.setattr(row_writer, "STRETCH_BYTES", 5000)
+    store, pauses = make_store(), Pauses()
+    change(store, 1, NUM_KEYS)
+    writer = RowWriter(store, NAMES, _made(tmp_path / "a"), 0, 1, ID, changed_only=False)
+    started = time.monotonic()
+    writer.write(pauses)
+    assert len(pauses.seconds) > 10
+    assert 0 < sum(pauses.seconds) <= time.monotonic() - started
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
 def _shards(writer: RowWriter, folder: Path) -> list[SavedShard]:
-    files = writer.write()
+    files = writer.write(Event())
     return [SavedShard(folder / name, b, ID, part.num_bytes, part.rows) for name, (b, part) in files.items()]
 
 
@@ -146,7 +172,7 @@ def test_an_error_belongs_to_the_save(tmp_path: Path, monkeypatch: pytest.Monkey
     while training.number < 4:
         time.sleep(0.001)
     with pytest.raises(OSError, match=r"no space left on the disk: .*rank00000-shard"):
-        writer.write()
+        writer.write(Event())
     number = training.number
     while training.number < number + 4:
         time.sleep(0.001)
@@ -180,10 +206,10 @@ def test_a_store_with_other_tables(tmp_path: Path) -> None:
 MEASURED = """
 import os, sys, time, torch
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from nestpipe.checkpoint import row_writer
 from nestpipe.checkpoint.partial import whole_columns
 from nestpipe.checkpoint.row_reader import RowReader, SavedShard
-from nestpipe.checkpoint.row_reader import SavedShard
 from nestpipe.checkpoint.row_writer import RowWriter
 from nestpipe.store import HostStore, TableSpec
 
@@ -219,6 +245,7 @@ def train():
         first += BATCH // 100 if kind == "skewed" else BATCH
         time.sleep(0.002)
 
+row_writer.SHARD_BYTES = 1 << 20  # as many shards as there may be
 original = os.writev
 def slow(file, parts):
     time.sleep(0.002)
@@ -229,7 +256,7 @@ thread = Thread(target=train)
 before = reset()
 writer = RowWriter(store, ["item"], folder, 0, 1, bytes(16), False)
 thread.start()
-files = writer.write()
+files = writer.write(Event())
 peak = number("VmHWM") - before
 is_done = True
 thread.join()
@@ -256,6 +283,6 @@ def test_memory(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     peak, load_peak, num_saved, num_shards = map(float, done.stdout.split())
     assert num_saved > 300
-    assert num_shards > 4
+    assert num_shards == 256
     assert peak <= 256, done.stdout
     assert load_peak <= 256, done.stdout

@@ -1,13 +1,14 @@
 """Shards: what is read is what was written, or an error says that the file is damaged.
 
-Fails, for example, if ShardReader._block does not compare the checksum, if ShardFile.append_erased counts nothing, or
-if RowReader.read leaves out a shard that has only some rows of its rank.
+Fails, for example, if ShardReader._read_block does not compare the checksum, if ShardFile.append_erased counts nothing,
+or if RowReader.read leaves out a shard that has only some rows of its rank.
 """
 
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def write(
 ) -> list[SavedShard]:
     folder.mkdir(exist_ok=True)
     names = [spec.name for spec in SPECS]
-    files = RowWriter(store, names, folder, rank, size, save_id, changed_only).write()
+    files = RowWriter(store, names, folder, rank, size, save_id, changed_only).write(Event())
     return [
         SavedShard(folder / name, buckets, save_id, content.num_bytes, content.rows)
         for name, (buckets, content) in files.items()
@@ -128,6 +129,35 @@ def small(tmp_path: Path) -> tuple[Store, SavedShard]:
     finished = file.finish()
     shard = SavedShard(file.path, range(65536), ID, finished.num_bytes, finished.rows)
     return read([shard])[0], shard
+
+
+def test_blocks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as they are rows of one table and small. Fails if _Joined.has_room_for does not compare the table, the
+    kind or the number of rows."""
+    file = ShardFile(tmp_path / "a.rows", range(65536), ID)
+    keys = torch.arange(60)
+    for table, first, count in ((0, 0, 3), (0, 3, 1), (1, 4, 2), (0, 6, 2), (0, 8, 50), (0, 58, 2)):
+        records = keys[first : first + count, None].float().expand(count, 2).contiguous()
+        file.append_rows(table, Piece(keys[first : first + count], records, keys[first : first + count]))
+    file.append_erased(0, keys[:2])
+    file.append_erased(0, keys[2:5])
+    finished = file.finish()
+    shard = SavedShard(file.path, range(65536), ID, finished.num_bytes, finished.rows)
+    blocks: dict[int, list[tuple[int, list[int]]]] = {}
+    for size in (1, 24 * 8, 1 << 20):
+        monkeypatch.setattr("nestpipe.checkpoint.shards._JOINED_BYTES", size)
+        blocks[size] = []
+        for table, piece, erased in shard.blocks():
+            own = erased if piece is None else piece.keys
+            assert own is not None
+            blocks[size].append((table, own.tolist()))
+            if piece is not None:
+                assert piece.steps.equal(piece.keys)
+                assert piece.records.view(torch.float32)[:, 1].equal(piece.keys.float())
+    assert [len(own) for _, own in blocks[1]] == [3, 1, 2, 2, 50, 2, 2, 3]
+    assert [len(own) for _, own in blocks[24 * 8]] == [4, 2, 2, 50, 2, 5]
+    assert [(table, len(own)) for table, own in blocks[1 << 20]] == [(0, 4), (1, 2), (0, 54), (0, 5)]
+    assert len({tuple(key for _, own in parts for key in own) for parts in blocks.values()}) == 1
 
 
 def is_refused(shard: SavedShard) -> bool:

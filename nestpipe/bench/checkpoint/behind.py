@@ -65,8 +65,10 @@ class Timeline:
             save.growth_bytes = peak_bytes() - save.resident_bytes_before
 
     def _is_too_early(self) -> bool:
-        last = self.saves[-1].last_step if self.saves else 0
-        return len(self.ends) - last < self.size.steps_between_saves
+        if not self.saves:
+            return len(self.ends) < self.size.steps_between_saves
+        is_noted = self.saves[-1].end_seconds > 0.0  # by the step after the one at which it became visible
+        return not is_noted or len(self.ends) - self.saves[-1].last_step < self.size.steps_between_saves
 
     def stall_fractions(self) -> list[float]:
         """Returns, for each save, the extra time of its steps / its own time."""

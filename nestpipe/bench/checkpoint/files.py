@@ -1,5 +1,6 @@
-"""Plain writes and reads of the disk, cold caches, and sizes of folders."""
+"""Plain writes and reads of the disk, cold caches, memory that is at hand, and sizes of folders."""
 
+import mmap
 import os
 import time
 from pathlib import Path
@@ -49,3 +50,17 @@ def drop_caches(folder: Path) -> str:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
         return "posix_fadvise"
+
+
+def fetch_memory(num_bytes: int) -> float:
+    """Has this machine hold free memory. Returns the seconds that it took.
+
+    A virtual machine gives free memory back to its host within seconds. To touch it again then takes longer than to
+    read as much from the disk, which says nothing about either the disk or a load.
+    """
+    started = time.perf_counter()
+    with mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for first in range(0, num_bytes, mmap.PAGESIZE):
+            memory[first] = 1
+    return time.perf_counter() - started

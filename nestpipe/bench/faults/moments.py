@@ -59,7 +59,7 @@ LOAD_MOMENTS = (
     Moment("list checkpoints", "nestpipe.checkpoint.folder:candidates"),
     Moment("read a checkpoint", "nestpipe.checkpoint.load:_read"),
     Moment("read a part", "nestpipe.checkpoint.load:read_part"),
-    Moment("read a block", "nestpipe.checkpoint.shards:ShardReader._block"),
+    Moment("read a block", "nestpipe.checkpoint.shards:ShardReader._read_block"),
     Moment("import a block", "nestpipe.checkpoint.row_reader:RowReader._take"),
     Moment("read a state", "nestpipe.checkpoint.load:read_state"),
     Moment("set the dense part", "nestpipe.checkpoint.load:_set_dense"),
