@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-NUM_STEPS = 30
+NUM_STEPS = 24
 EVERY = 3
 """Steps between checkpoints."""
 

@@ -18,7 +18,7 @@ from nestpipe.bench.faults import measure
 from nestpipe.bench.faults.disk import can_mount
 from nestpipe.bench.faults.faults import DISK_KINDS, KINDS, MOMENTS_OF, WEIGHTS, Fault, deal
 from nestpipe.bench.faults.measure import FaultError, check_possible, play_all
-from nestpipe.bench.faults.recipe import Setting
+from nestpipe.bench.faults.recipe import NUM_STEPS, Setting
 from nestpipe.bench.faults.trial import Reference, Trial, WrongError
 
 ALONE = Setting("nested", 1, "minimum")
@@ -77,7 +77,7 @@ def test_a_loss_is_told(
 
 def test_a_wrong_digest_is_found(tmp_path: Path) -> None:
     trial = Trial(Fault("kill-clock", 0), ALONE, tmp_path / "trial", tmp_path / "recipe.toml")
-    (tmp_path / "trial" / "summary.json").write_text('{"steps": 30, "digest": "one"}')
+    (tmp_path / "trial" / "summary.json").write_text(f'{{"steps": {NUM_STEPS}, "digest": "one"}}')
     trial.check_digest("one")
     assert trial.outcome.is_good
     trial.check_digest("another")
