@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nestpipe.bench.harness.hosts import ended_by_signals
-
 DISK_BYTES = 64 << 20
 BALLAST = "ballast"
 NAME = "nestpipe-faults"
@@ -20,15 +18,15 @@ def can_mount() -> bool:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Mounts a small disk on a folder. It is unmounted however the process ends, except by SIGKILL."""
+    """Mounts a small disk on a folder. So that it is unmounted however the process ends, except by SIGKILL, the main
+    thread must be in ended_by_signals()."""
     folder.mkdir(parents=True, exist_ok=True)
-    with ended_by_signals():
-        _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", NAME, str(folder))
-        try:
-            yield
-        finally:
-            while num_mounts(folder) > 0:
-                subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", NAME, str(folder))
+    try:
+        yield
+    finally:
+        while num_mounts(folder) > 0:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def spoil(disk: Path, trouble: str, leave_bytes: int = 0) -> None:

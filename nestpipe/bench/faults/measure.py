@@ -1,11 +1,14 @@
-"""Plays faults, one after the other, and counts by kind what was lost."""
+"""Plays faults, a few at a time, and counts by kind what was lost."""
 
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from nestpipe.bench.faults.disk import can_mount
 from nestpipe.bench.faults.faults import DISK_KINDS, KINDS, Fault, Outcome, all_settings, deal
@@ -32,48 +35,73 @@ def check_possible(kind: str | None) -> None:
         raise ValueError(f"{kind} needs root, to mount a small disk")
 
 
-def measure(quick: bool, count: int, seed: int, kind: str | None, keep_going: bool, parent: Path) -> Iterator[Record]:
+def measure(
+    quick: bool, count: int, seed: int, kind: str | None, keep_going: bool, jobs: int, parent: Path
+) -> Iterator[Record]:
     """Yields a record for each kind, and one for all. Stops at the first fault with a loss, unless it keeps going."""
     kinds = (kind,) if kind is not None else tuple(k for k in KINDS if can_mount() or k not in DISK_KINDS)
     kinds = QUICK_KINDS if quick and kind is None else kinds
     faults = deal(min(count, len(kinds)) if quick else count, seed, kinds)
+    settings = QUICK_SETTINGS if quick else all_settings()
     began = time.monotonic()
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="nestpipe-faults-", dir=parent) as folder:
-        outcomes = list(play_all(faults, QUICK_SETTINGS if quick else all_settings(), Path(folder), keep_going))
+        outcomes = list(play_all(faults, settings, Path(folder), keep_going, jobs))
     seconds = time.monotonic() - began
     for name in dict.fromkeys(fault.kind for fault in faults):
         yield _record(name, seed, [outcome for outcome in outcomes if outcome.fault.kind == name])
-    yield {**_record("all", seed, outcomes), "seconds": seconds, "seconds_per_fault": seconds / len(outcomes)}
+    whole = {"jobs": jobs, "seconds": seconds, "seconds_per_fault": seconds / len(outcomes)}
+    yield {**_record("all", seed, outcomes), **whole}
 
 
-def play_all(faults: Sequence[Fault], settings: Sequence[Setting], folder: Path, keep_going: bool) -> Iterator[Outcome]:
-    """Yields the outcome of each fault, and prints it. Raises FaultError at the first loss, unless it keeps going."""
+def play_all(
+    faults: Sequence[Fault], settings: Sequence[Setting], folder: Path, keep_going: bool, jobs: int = 1
+) -> Iterator[Outcome]:
+    """Yields the outcome of each fault, and prints it. Raises FaultError at the first loss, unless it keeps going.
+
+    jobs: faults that are played at once.
+    """
     references = _References(folder)
-    for number, fault in enumerate(faults):
-        setting = fault.setting(settings)
-        reference = references.find(setting)
-        place = folder / f"fault-{number}"
-        trial = Trial(fault, setting, place, references.recipe, *_settings_of(fault))
-        began, problem = time.monotonic(), ""
+    play_one = partial(_play_one, settings=settings, references=references, folder=folder)
+    with ThreadPoolExecutor(jobs, "fault") as players:
+        played = [players.submit(play_one, number, fault) for number, fault in enumerate(faults)]
         try:
-            play(trial, reference)
-        except (WrongError, HangError) as error:
-            problem = str(error)
-            trial.outcome.lost_steps += 1
+            for number, future in enumerate(played):
+                outcome, line, problem = future.result()
+                print(f"{number + 1}/{len(faults)} {line}", flush=True)
+                if problem is not None and not keep_going:
+                    raise FaultError(problem)
+                if problem is not None:
+                    print(problem, flush=True)
+                yield outcome
         finally:
-            trial.end()
-        outcome = trial.outcome
-        mark = "" if outcome.is_good else "FAILED: "
-        line = f"{number + 1}/{len(faults)} {mark}{outcome}; {time.monotonic() - began:.1f} s"
-        print(f"{line} {problem}".rstrip(), flush=True)
-        if not outcome.is_good:
-            kept = folder.parent / f"{folder.name}-{fault.kind}-{fault.seed}"
-            shutil.copytree(place, kept)
-            if not keep_going:
-                raise FaultError(_text(outcome, problem, kept, trial.output()))
-            print(_text(outcome, problem, kept, ""), flush=True)
-        shutil.rmtree(place)
-        yield outcome
+            players.shutdown(wait=False, cancel_futures=True)
+
+
+def _play_one(
+    number: int, fault: Fault, settings: Sequence[Setting], references: "_References", folder: Path
+) -> tuple[Outcome, str, str | None]:
+    """Returns the outcome of a fault, a line about it, and, if something was lost, how to find out why."""
+    setting = fault.setting(settings)
+    reference = references.find(setting)
+    place = folder / f"fault-{number}"
+    trial = Trial(fault, setting, place, references.recipe, *_settings_of(fault))
+    began, problem = time.monotonic(), ""
+    try:
+        play(trial, reference)
+    except (WrongError, HangError) as error:
+        problem = str(error)
+        trial.outcome.lost_steps += 1
+    finally:
+        trial.end()
+    outcome = trial.outcome
+    line = f"{'' if outcome.is_good else 'FAILED: '}{outcome}; {time.monotonic() - began:.1f} s {problem}".rstrip()
+    text = None
+    if not outcome.is_good:
+        kept = folder.parent / f"{folder.name}-{fault.kind}-{fault.seed}"
+        shutil.copytree(place, kept)
+        text = _text(outcome, problem, kept, trial.output())
+    shutil.rmtree(place)
+    return outcome, line, text
 
 
 class _References:
@@ -83,8 +111,13 @@ class _References:
         self.recipe = write_recipe(folder)
         self._folder = folder
         self._by_setting: dict[Setting, Reference] = {}
+        self._lock = Lock()
 
     def find(self, setting: Setting) -> Reference:
+        with self._lock:
+            return self._find(setting)
+
+    def _find(self, setting: Setting) -> Reference:
         if setting not in self._by_setting:
             place = self._folder / f"reference-{len(self._by_setting)}"
             try:

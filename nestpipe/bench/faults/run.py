@@ -19,6 +19,7 @@ def records(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the first fault of each kind.")] = 0,
     kind: Annotated[str | None, typer.Option("--kind", help="Only faults of this kind.")] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a fault with a loss.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Faults that are played at once.")] = 2,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Folder for the runs; by default that of temporary files.")
     ] = None,
@@ -28,14 +29,16 @@ def records(
     check_possible(kind)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"the folder {folder} of --dir does not exist")
-    return _records(quick, count, seed, kind, keep_going, (folder or Path(tempfile.gettempdir())).resolve())
+    return _records(quick, count, seed, kind, keep_going, jobs, (folder or Path(tempfile.gettempdir())).resolve())
 
 
-def _records(quick: bool, count: int, seed: int, kind: str | None, keep_going: bool, folder: Path) -> Iterator[Record]:
+def _records(
+    quick: bool, count: int, seed: int, kind: str | None, keep_going: bool, jobs: int, folder: Path
+) -> Iterator[Record]:
     from nestpipe.bench.faults.measure import FaultError, measure
 
     try:
-        yield from measure(quick, count, seed, kind, keep_going, folder)
+        yield from measure(quick, count, seed, kind, keep_going, jobs, folder)
     except FaultError as error:
         print(f"nestpipe: {error}", file=sys.stderr, flush=True)
         raise typer.Exit(1) from None
