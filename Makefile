@@ -6,7 +6,7 @@ JOBS := $(shell nproc)
 IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many tests wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help demo install native native-test test test-slow check lint asan tsan bench wheel clean
+.PHONY: help demo install native native-test test test-slow check lint asan tsan bench bench-peer wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -72,6 +72,9 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(BIN)/nestpipe bench checkpoint --json benchmarks/results/checkpoint.json --check
 	$(BIN)/nestpipe bench faults --count 200 --json benchmarks/results/faults.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
+
+bench-peer: install native ## compare with TorchRec; makes an environment for it on first use; needs root, an idle machine
+	$(BIN)/nestpipe bench peer --json benchmarks/results/peer.json --check
 
 wheel: install ## build the wheel and the source distribution into dist/
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .

@@ -1,0 +1,1 @@
+"""`bench peer`: TorchRec and nestpipe on the same work, in turns."""
