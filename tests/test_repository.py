@@ -29,7 +29,10 @@ ALLOWED = {
         *("evaluation", "train", "checkpoint", "models", "pipelining", "embedding", "store", "device", "datasets"),
         *("data", "distributed"),
     },
-    "cli": {"bench", "recipe", "train", "checkpoint", "pipelining", "datasets", "data", "distributed", "store"},
+    "report": set(),
+    "cli": {
+        *("bench", "recipe", "report", "train", "checkpoint", "pipelining", "datasets", "data", "distributed", "store")
+    },
     "bench": {
         *("recipe", "evaluation", "train", "checkpoint", "models", "ops", "pipelining", "embedding", "datasets"),
         *("data", "device", "distributed", "store"),

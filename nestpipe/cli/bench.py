@@ -12,8 +12,9 @@ from rich.console import Console
 
 from nestpipe.bench.consistency import figures
 from nestpipe.bench.harness.benchmark import Benchmark, find_benchmarks
+from nestpipe.bench.harness.documents import FigureError, refreshed
 from nestpipe.bench.harness.report import Record, load_records, print_records, run_bench
-from nestpipe.bench.harness.requirements import RequirementError
+from nestpipe.bench.harness.requirements import RequirementError, source_file
 from nestpipe.bench.harness.targets import Target, find_misses, load_targets
 
 Json = Annotated[Path, typer.Option("--json", help="File for the records and the environment they were measured in.")]
@@ -25,11 +26,12 @@ Plot = Annotated[Path | None, typer.Option("--plot", help="File for a plot of th
 
 
 def make_app(benchmarks: Iterable[Benchmark]) -> typer.Typer:
-    """Returns a command for each benchmark, and `redraw`."""
+    """Returns a command for each benchmark, and those that measure nothing."""
     app = typer.Typer(help="Measure, and compare with the targets in benchmarks/targets.toml.", no_args_is_help=True)
     for benchmark in benchmarks:
         app.command(benchmark.name, help=benchmark.help)(_command(benchmark))
     app.command()(redraw)
+    app.command()(report)
     return app
 
 
@@ -111,6 +113,31 @@ def redraw(
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         _draw(figures.plot, records, plot)
+
+
+def report(
+    documents: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Markdown files; by default those of the source tree: README.md and docs.", metavar="FILE"),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if a figure is not current.")
+    ] = False,
+) -> None:
+    """Write the figures of documents anew from benchmarks/results. Measures nothing."""
+    try:
+        results = source_file("benchmarks/results")
+        files = documents or [source_file("README.md"), *sorted(source_file("docs").glob("*.md"))]
+        texts = {file: (file.read_text(), refreshed(file.read_text(), results)) for file in files}
+    except (OSError, RequirementError, FigureError) as error:
+        raise typer.BadParameter(str(error)) from None
+    changed = [file for file, (old, new) in texts.items() if old != new]
+    for file in changed:
+        if not check:
+            file.write_text(texts[file][1])
+        typer.echo(f"{file} {'has other figures than benchmarks/results' if check else 'is written'}")
+    if check and changed:
+        raise typer.Exit(1)
 
 
 def _check_plot(plot: Path, result: Path) -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from nestpipe.bench.harness.ways import Rounds, Shares, Way, medians, ratios, sh
 from nestpipe.bench.network.loop import QUICK, SEED, Loop, Paced, Size, exchanges_of, make_batches
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
+from nestpipe.recipe.trace_file import write_trace
 from nestpipe.store.cores import usable_cores
 
 Record = dict[str, int | float | str | bool]
 
+TRACED_STEPS = 6
 PACE = 1.5
 """Time of paced dense compute, relative to serial's exchange time."""
 
@@ -29,9 +32,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rate")
     parser.add_argument("--burst-bytes", type=int)
+    parser.add_argument("--traces", type=Path)
     options = parser.parse_args()
     world = World.from_environment(device="cpu")
-    bench = Bench(QUICK if options.quick else Size(), world)
+    bench = Bench(QUICK if options.quick else Size(), world, options.traces)
     for record in bench.records(options.rate, options.burst_bytes):
         if world.rank == 0:
             print(json.dumps(record), flush=True)
@@ -42,8 +46,9 @@ def main() -> None:
 class Bench:
     """The measurement, as this rank takes part in it."""
 
-    def __init__(self, size: Size, world: World) -> None:
+    def __init__(self, size: Size, world: World, traces: Path | None) -> None:
         self.size = size
+        self._traces = traces
         self.world = world
         self.threads = max(1, usable_cores() // world.size)
         torch.set_num_threads(self.threads)
@@ -101,6 +106,10 @@ class Bench:
         rounds = alternate(turns, size.num_rounds, warm_up_rounds=0)
         for way in ways:
             yield self._record(way, compute, rounds, sleep_ms)
+        if self._traces is not None and compute == "paced":
+            for way in (Way("serial", 1), Way("nested", size.num_micro_batches)):
+                loops[way].turn(TRACED_STEPS)
+                write_trace(loops[way].spans, self.world, self._traces / f"{way.schedule}.json")
 
     def _set_pace(self, loops: dict[Way, Loop]) -> float:
         serial, size = loops[Way("serial", 1)], self.size

@@ -8,6 +8,7 @@ import select
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,9 +30,15 @@ def records(
     rate: Annotated[
         str, typer.Option("--rate", help="Rate of the link between them, each way, in the notation of tc.")
     ] = "1gbit",
+    traces: Annotated[
+        Path | None,
+        typer.Option("--traces", help="Folder for traces of serial and nested, which `nestpipe report` draws."),
+    ] = None,
 ) -> Iterator[Record]:
     check_possible(hosts, rate)
-    return _records(quick, rate)
+    if traces is not None and not traces.is_dir():
+        raise ValueError(f"the folder {traces} of --traces does not exist")
+    return _records(quick, rate, traces)
 
 
 BENCHMARK = Benchmark(
@@ -39,8 +46,9 @@ BENCHMARK = Benchmark(
 )
 
 
-def _records(quick: bool, rate: str) -> Iterator[Record]:
+def _records(quick: bool, rate: str, traces: Path | None) -> Iterator[Record]:
     arguments = [*(["--quick"] if quick else []), f"--rate={rate}", f"--burst-bytes={BURST_BYTES}"]
+    arguments += [] if traces is None else [f"--traces={traces.resolve()}"]
     with (
         linked_hosts(rate, BURST_BYTES) as hosts,
         ranks_on(hosts, "nestpipe.bench.network.rank", arguments) as ranks,
