@@ -293,6 +293,9 @@ class PublishedSection:
 @dataclass(frozen=True)
 class LoggingSection:
     every: int = key(10, "steps between progress lines, if the output is not a terminal", at_least=1)
+    dir: str | None = key(None, "folder for the summary, a line for each step, and the trace; not set: none")
+    jsonl: bool = key(True, "write a line of JSON for each step and each evaluation to logging.dir")
+    tensorboard: bool = key(False, "write events for TensorBoard to logging.dir")
 
 
 @dataclass(frozen=True)

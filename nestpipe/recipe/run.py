@@ -20,6 +20,7 @@ from nestpipe.recipe.build import Run, build, build_metrics
 from nestpipe.recipe.checkpoints import Checkpoints
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.resume import open_folders
+from nestpipe.recipe.run_log import TRACE, RunLog
 from nestpipe.recipe.summary import device_memory, summarise, table_memory
 from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
@@ -45,6 +46,9 @@ def run(
     this_run = _start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
+    log = RunLog(config.logging)
+    if trace_path is None and log.folder is not None:
+        trace_path = log.folder / TRACE
     try:
         # Nothing is moved away for a recipe that cannot be run.
         folder = open_folders(config, world, fresh, trainer.saver)
@@ -58,7 +62,12 @@ def run(
                 print(f"nestpipe: {config.checkpoint.load}: {trainer.load_report}", flush=True)
         spans: list[Span] | None = [] if trace_path is not None else None
         result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
+        if world.rank == 0:
+            log.begin(trainer.num_steps)
+            after_step = _both(log.after_step, after_step)
         _train(config, this_run, after_step, result, validation)
+        if world.rank == 0:
+            log.finish(result)
     finally:
         trainer.saver.close()
     times = summarise(result.times, world)
@@ -88,7 +97,18 @@ def run(
         "digest": trainer.digest(),
         "config": to_toml(config),
     }
+    if world.rank == 0:
+        log.write_summary(summary)
     return summary
+
+
+def _both(first: AfterStep, second: AfterStep | None) -> AfterStep:
+    def after_step(result: FitResult) -> None:
+        first(result)
+        if second is not None:
+            second(result)
+
+    return after_step
 
 
 def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:

@@ -1,0 +1,129 @@
+"""The folder of a run: its summary, a line for each step, its trace, and events for TensorBoard."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from nestpipe.pipelining.stage import STAGES
+from nestpipe.pipelining.step_times import StepLog, StepTimes
+from nestpipe.recipe.config import LoggingSection
+from nestpipe.recipe.value import ConfigError
+from nestpipe.train.fit_result import FitResult
+
+SUMMARY, STEPS, TRACE, EVENTS = "summary.json", "steps.jsonl", "trace.json", "tensorboard"
+
+
+class RunLog:
+    """Writes what is known of the steps, on rank 0. A resumed run goes on in the same files.
+
+    A step's time is complete when the next one has begun, and on an accelerator its loss is known some steps later. So
+    lines are written as soon as both are there, in order.
+    """
+
+    def __init__(self, config: LoggingSection) -> None:
+        self.folder = None if config.dir is None else Path(config.dir)
+        self._config = config
+        self._lines: IO[str] | None = None
+        self._events: Any = None
+        self._num_steps = 0
+        """Steps written so far."""
+        self._num_validations = 0
+        if self.folder is None and config.tensorboard:
+            raise ConfigError("logging.tensorboard is true, but logging.dir, the folder for its events, is not set")
+
+    def begin(self, num_steps_before: int) -> None:
+        """Opens the files. Lines of later steps, from a run that went further than its checkpoint, are removed."""
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._config.jsonl:
+                self._lines = _opened(self.folder / STEPS, num_steps_before)
+        except OSError as error:
+            raise ConfigError(f"logging.dir is {self.folder}, which cannot be written: {error}") from None
+        if self._config.tensorboard:
+            self._events = _event_writer(self.folder / EVENTS, num_steps_before)
+
+    def after_step(self, result: FitResult) -> None:
+        """Writes the steps whose loss and time are known."""
+        if self._lines is None and self._events is None:
+            return
+        num_timed = _num_timed(result)
+        for number in range(self._num_steps, min(len(result.losses), num_timed)):
+            times = result.times[number - num_timed]  # its oldest entries are dropped, the last one is the newest
+            if times.step_ms == 0.0:
+                break  # the device has not finished it
+            self._write_one(result.num_steps_before + number + 1, dict(_step(result.losses[number], times)))
+            self._num_steps = number + 1
+        for validation in result.validations[self._num_validations :]:
+            numbers = {f"validation/{name}": value for name, value in validation.items() if name != "step"}
+            self._write_one(int(validation["step"]), numbers)
+        self._num_validations = len(result.validations)
+
+    def finish(self, result: FitResult) -> None:
+        """Writes the steps that are left, and closes the files."""
+        self.after_step(result)
+        if self._lines is not None:
+            self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        if self.folder is not None:
+            (self.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+    def _write_one(self, step: int, numbers: dict[str, float]) -> None:
+        if self._lines is not None:
+            self._lines.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._lines.flush()
+        if self._events is not None:
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, step)
+
+
+def _num_timed(result: FitResult) -> int:
+    """Returns the number of steps that have ended."""
+    older = result.times.older if isinstance(result.times, StepLog) else []
+    return sum(block.num_steps for block in older) + len(result.times)
+
+
+def _step(loss: float, times: StepTimes) -> Iterator[tuple[str, float]]:
+    yield "loss", loss
+    yield "num_samples", times.num_samples
+    yield "step_ms", times.step_ms
+    parts: dict[str, float] = {}
+    for name, milliseconds in times.stages.items():
+        field = STAGES[name].time_field
+        parts[field] = parts.get(field, 0.0) + milliseconds
+    yield from parts.items()
+    yield from times.sizes.items()
+
+
+def _opened(file: Path, num_steps_before: int) -> IO[str]:
+    """Opens a file of lines to append to, without the lines of later steps."""
+    kept = [line for line in _lines_of(file) if _step_of(line) <= num_steps_before] if num_steps_before > 0 else []
+    file.write_text("".join(kept))
+    return file.open("a")
+
+
+def _lines_of(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
+
+
+def _step_of(line: str) -> float:
+    """Returns the step of a line; infinity for one that was cut off when the run was killed."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _event_writer(folder: Path, num_steps_before: int) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "logging.tensorboard is true, but TensorBoard is not installed; `pip install tensorboard` installs it"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=num_steps_before + 1)
