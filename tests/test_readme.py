@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/torchrec.md"])
 def test_examples_run(document: str) -> None:
     examples = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert examples

@@ -24,7 +24,7 @@ from tests import clicks
 from tests.checkpoint.saved import DENSE, PART, SHARD, STATE, edit, edit_manifest
 from tests.exactness.cases import Case, make_trainer
 
-OLD = Path(__file__).parent.parent / "checkpoints" / "v0.1" / "trainer-1"
+OLD = Path(__file__).parent.parent / "old_checkpoints" / "v0.1" / "trainer-1"
 
 
 class Malicious:

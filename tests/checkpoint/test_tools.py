@@ -26,7 +26,7 @@ from nestpipe.store import init
 from tests.checkpoint import made
 from tests.checkpoint.made import RECIPE, Content, Program, content_of, saved_chain, write_as_ranks
 
-OLD = Path(__file__).parent.parent / "checkpoints" / "v0.1"
+OLD = Path(__file__).parent.parent / "old_checkpoints" / "v0.1"
 
 
 def flip(file: Path, place: int) -> None:

@@ -81,7 +81,7 @@ def test_more_ranks_than_saved_the_model(saved: Path, ranks: int) -> None:
 
 
 def test_fewer_ranks_than_saved_the_model() -> None:
-    path = Path(__file__).parent.parent / "checkpoints" / "v0.1" / "histories-2"
+    path = Path(__file__).parent.parent / "old_checkpoints" / "v0.1" / "histories-2"
     expected = json.loads((path.parent / "expected.json").read_text())["histories-2"]["metrics"]
     recipe, _ = read_recipe(path)
     result = evaluate_saved(parse_config(recipe, str(path)), World(), path)
@@ -94,7 +94,7 @@ def test_number_of_ranks(arguments: tuple[str, ...], expected: int | None, monke
     started: list[int] = []
     monkeypatch.setattr("nestpipe.cli.evaluate.launch", lambda num_ranks, words: started.append(num_ranks) or 0)
     monkeypatch.setattr("nestpipe.cli.evaluate.on_this_rank", lambda config, work: None)
-    path = Path(__file__).parent.parent / "checkpoints" / "v0.1" / "histories-2"
+    path = Path(__file__).parent.parent / "old_checkpoints" / "v0.1" / "histories-2"
     result = CliRunner().invoke(app, ["evaluate", str(path), *arguments])
     assert result.exit_code == 0, result.output
     assert started == ([] if expected is None else [expected])

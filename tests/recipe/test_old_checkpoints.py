@@ -19,7 +19,7 @@ from nestpipe.recipe.value import ConfigError
 from tests.checkpoint.saved import OWN_FILES
 from tests.exactness.cases import Case, global_batches, make_trainer, on_ranks, share_of
 
-FOLDER = Path(__file__).parent.parent / "checkpoints" / "v0.1"
+FOLDER = Path(__file__).parent.parent / "old_checkpoints" / "v0.1"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 CASE = Case("adam", "pooled_mean", 2)
 
