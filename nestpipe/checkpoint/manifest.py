@@ -47,8 +47,11 @@ class Part:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Returns the size of each of the rank's files."""
-        shards = {name: int(shard["bytes"]) for name, shard in self.content["shards"].items()}
-        return {state_name(self.rank): self.content["state"][1], **shards}
+        return {state_name(self.rank): self.content["state"][1], **self.shard_sizes}
+
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        return {name: int(shard["bytes"]) for name, shard in self.content["shards"].items()}
 
 
 def part_name(rank: int) -> str:

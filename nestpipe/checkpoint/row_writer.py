@@ -29,6 +29,8 @@ ASIDE_BYTES = 64 << 20
 """Rows aside at which training waits until they are appended."""
 SHARD_BYTES = 128 << 20
 """Size of a shard, as long as MOST_SHARDS suffice."""
+LONGEST_PAUSE_SECONDS = 1.0
+"""After a stretch for which the disk has stood still, for example."""
 FEWEST_SHARDS, MOST_SHARDS = 4, 256
 """Shards of a rank. A rank of another world reads only those that have rows of its own."""
 
@@ -94,7 +96,7 @@ class RowWriter:
                         self._append(table, piece, counts)
                     self._append_aside()
                     self._raise_error()
-                    is_awaited.wait(time.monotonic() - began)
+                    is_awaited.wait(min(time.monotonic() - began, LONGEST_PAUSE_SECONDS))
                     began = time.monotonic()
             self._append_aside()
             self._raise_error()
@@ -128,10 +130,11 @@ class RowWriter:
         return buckets_of(self._shards.first + own_shard, self._shards.num_in_world)
 
     def _append_erased(self, table: str, keys: Tensor) -> None:
-        order, counts = self._by_shard(table, keys)
-        with self._file_lock:
-            for file, part in zip(self._files, keys[order].split(counts), strict=True):
-                file.append_erased(self._numbers[table], part)
+        for some in keys.split(STRETCH_BYTES // keys.itemsize):
+            order, counts = self._by_shard(table, some)
+            with self._file_lock:
+                for file, part in zip(self._files, some[order].split(counts), strict=True):
+                    file.append_erased(self._numbers[table], part)
 
     def _append(self, table: str, piece: Piece, counts: Tensor) -> None:
         """Appends rows in order of their shards."""

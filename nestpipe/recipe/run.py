@@ -47,6 +47,8 @@ def run(
     validation = _validation(config, this_run)
     trainer = this_run.trainer
     log = RunLog(config.logging)
+    if world.rank == 0:
+        log.check_folder()
     if trace_path is None and log.folder is not None:
         trace_path = log.folder / TRACE
     try:
@@ -65,13 +67,12 @@ def run(
         if world.rank == 0:
             log.begin(trainer.num_steps)
             after_step = _both(log.after_step, after_step)
-        _train(config, this_run, after_step, result, validation)
-        if world.rank == 0:
-            log.finish(result)
+        _train(config, this_run, after_step, result, validation, log)
     finally:
         trainer.saver.close()
+    was_complete = trainer.num_steps == result.num_steps_before
     times = summarise(result.times, world)
-    if trace_path is not None and result.spans is not None:
+    if trace_path is not None and result.spans is not None and not (was_complete and trace_path.exists()):
         about = {name: times.fields[name] for name in ("resident_rows", "resident_bytes", "hit_rate")}
         write_trace(result.spans, world, trace_path, result.traced_steps, about)
     summary: Summary = {
@@ -98,7 +99,7 @@ def run(
         "config": to_toml(config),
     }
     if world.rank == 0:
-        log.write_summary(summary)
+        log.write_summary(summary, has_trained=not was_complete)
     return summary
 
 
@@ -164,7 +165,12 @@ def _resume(this_run: Run, checkpoint: Path, validation: Validation | None = Non
 
 
 def _train(
-    config: Config, this_run: Run, after_step: AfterStep | None, result: FitResult, validation: Validation | None
+    config: Config,
+    this_run: Run,
+    after_step: AfterStep | None,
+    result: FitResult,
+    validation: Validation | None,
+    log: RunLog,
 ) -> None:
     """Trains, with a checkpoint after every checkpoint.every steps. A run that is complete trains nothing."""
     trainer, checkpoints = this_run.trainer, Checkpoints(config.checkpoint, this_run.trainer, validation)
@@ -174,6 +180,7 @@ def _train(
     left = config.train.steps - trainer.num_steps
     if not result.is_stopped and left > 0:
         trainer.fit(this_run.batches, left, after_step, result, callbacks)
+        log.finish(result)
         checkpoints.save_last()
 
 

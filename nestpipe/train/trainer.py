@@ -162,6 +162,7 @@ class Trainer:
                     if after_step is not None:
                         with pipeline.trace.span("other"), self.world.watch.doing("after_step"):
                             after_step(result)
+            self.saver.finish()
         finally:
             self._pipeline = None
             result.is_stop_requested |= pipeline.is_stop_agreed

@@ -4,11 +4,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
 from nestpipe import Trainer, World
-from nestpipe.checkpoint import CheckpointError, row_writer
+from nestpipe.checkpoint import CheckpointError, find_checkpoint, row_writer
+from nestpipe.checkpoint.row_writer import RowWriter
 from nestpipe.checkpoint.shards import ShardFile
 from nestpipe.train.fit_result import FitResult
 from tests.clicks import batches, make_trainer
@@ -225,3 +228,19 @@ def test_bases_are_kept(tmp_path: Path) -> None:
         again = make_trainer(World())
         again.load(path)
         assert again.digest() == trainer.digest()
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_fit_completes_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if fit does not finish the save at its end, or if Save.finish does not say that it waits."""
+    write, waited = RowWriter.write, []
+
+    def write_when_awaited(writer: RowWriter, is_awaited: Event) -> Any:
+        waited.append(is_awaited.wait(50))
+        return write(writer, is_awaited)
+
+    monkeypatch.setattr(RowWriter, "write", write_when_awaited)
+    world = World()
+    make_trainer(world).fit(batches(world), 3, callbacks=[SaveEvery(tmp_path / "save")])
+    assert waited == [True]
+    assert find_checkpoint(tmp_path / "save").name == "step-00000002"

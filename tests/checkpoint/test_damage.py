@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestpipe import World
-from nestpipe.checkpoint import CheckpointError
+from nestpipe.checkpoint import CheckpointError, find_checkpoint
 from tests.checkpoint.saved import DENSE, OWN_FILES, PART, SHARD, STATE, edit_manifest, flip, shards_of
 from tests.clicks import batches, make_trainer
 from tests.ranks import run_ranks
@@ -86,6 +86,17 @@ def test_only_what_was_damaged_is_renamed(tmp_path: Path) -> None:
         assert {child.name for child in (tmp_path / "save").iterdir()} == {*OWN_FILES, f"{SECOND}.damaged", *names}
     names = {FIRST, SECOND, f"{SECOND}-r1", "step-00000003", "step-00000004"}
     assert {child.name for child in (tmp_path / "other").iterdir()} == {*OWN_FILES, *names}
+
+
+@pytest.mark.parametrize("name", [STATE, DENSE])
+def test_only_the_rows_of_a_base_are_needed(name: str, tmp_path: Path) -> None:
+    """Fails if problem_of looks for all files of a base."""
+    newer = save_twice(tmp_path / "save", complete_every=2)
+    (tmp_path / "save" / FIRST / name).unlink()
+    assert find_checkpoint(tmp_path / "save").name == SECOND
+    trainer = make_trainer(World())
+    trainer.load(tmp_path / "save")
+    assert trainer.digest() == newer[1]
 
 
 @pytest.mark.parametrize("spoil", ["missing", "damaged", "replaced"])

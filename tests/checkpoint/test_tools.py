@@ -217,8 +217,8 @@ def test_verify_compares_shards_with_their_part(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(made, "_own", lambda table, keys, shard, num_shards: own(table, keys, 1 - shard, num_shards))
     path = write_as_ranks(tmp_path / "b", 1, content, {}, 1, 2, None)
     assert texts(verify(path)) == {
-        "rank00000-shard000.rows": "block 0 has keys of other buckets than 0 .. 32767",
-        "rank00000-shard001.rows": "block 0 has keys of other buckets than 32768 .. 65535",
+        "rank00000-shard000.rows": "has keys of other buckets than 0 .. 32767",
+        "rank00000-shard001.rows": "has keys of other buckets than 32768 .. 65535",
     }
 
 

@@ -29,7 +29,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 def test_a_line_for_each_step(schedule: str, tmp_path: Path) -> None:
-    """Fails if the last step is not written at the end, or a time belongs to another step."""
+    """Fails if the last step is not written at the end, or an evaluation is not."""
     folder = tmp_path / "runs" / "a"
     summary = run_small(f"logging.dir={folder}", "train.steps=7", "evaluate.every=3", f"pipeline.schedule={schedule}")
     steps = [line for line in lines(folder) if "loss" in line]
@@ -56,6 +56,9 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2, 3, 4, 5]
     assert lines(tmp_path / "log")[3]["loss"] != 9.0
     assert (tmp_path / "log" / "notes.txt").read_text() == "mine"
+    written = {file.name: file.read_bytes() for file in (tmp_path / "log").iterdir()}
+    run_small(*settings, "train.steps=5")  # complete
+    assert {file.name: file.read_bytes() for file in (tmp_path / "log").iterdir()} == written
     run_small(f"logging.dir={tmp_path / 'log'}", "train.steps=2")
     assert [line["step"] for line in lines(tmp_path / "log")] == [1, 2]
 
@@ -67,7 +70,7 @@ def test_the_same_digest(tmp_path: Path) -> None:
 
 
 def test_events_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a resumed run does not purge later steps, or the writer is not closed."""
+    """Fails if a resumed run purges nothing, or too much, or if the writer is not closed."""
     written: list[Any] = []
 
     class SummaryWriter:
@@ -84,10 +87,54 @@ def test_events_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", ModuleType("torch.utils.tensorboard"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", module)
-    run_small(f"logging.dir={tmp_path}", "logging.tensorboard=true", "train.steps=2")
-    assert written[0] == (str(tmp_path / "tensorboard"), 1)
-    assert written[-1] == "closed"
-    assert [entry for entry in written if entry[0] == "loss"] == [("loss", 1), ("loss", 2)]
+    settings = f"logging.dir={tmp_path / 'log'}", f"checkpoint.dir={tmp_path / 'save'}", "logging.tensorboard=true"
+    for steps in (2, 3):
+        run_small(*settings, f"train.steps={steps}")
+    assert [entry for entry in written if entry[0] == str(tmp_path / "log" / "tensorboard")] == [
+        (str(tmp_path / "log" / "tensorboard"), purged) for purged in (1, 3)
+    ]
+    assert written.count("closed") == 2
+    assert [entry for entry in written if entry[0] == "loss"] == [("loss", 1), ("loss", 2), ("loss", 3)]
+
+
+def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ends the log and not the run. Fails if RunLog._write lets an OSError pass, or says it at every step."""
+    original = Path.open
+
+    class FullFile:
+        """A file that takes two lines."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.num_lines = file, 0
+
+        def write(self, line: str) -> None:
+            self.num_lines += 1
+            if self.num_lines > 2:
+                raise OSError(28, "No space left on device")
+            self.file.write(line)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
+        file = original(path, mode, **options)
+        return FullFile(file) if mode == "a" and path.name == "steps.jsonl" else file
+
+    monkeypatch.setattr(Path, "open", opened)
+    summary = run_small(f"logging.dir={tmp_path}", "train.steps=5")
+    assert summary["steps"] == 5
+    assert len(lines(tmp_path)) == 2
+    assert capsys.readouterr().err.count("No space left on device; training goes on without a log") == 1
+
+
+def test_nothing_is_moved_away_for_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    """Fails if the folder of the log is looked at after --fresh has moved the checkpoints."""
+    saved = f"checkpoint.dir={tmp_path / 'save'}"
+    run_small(saved, "train.steps=1")
+    config = load_config(None, (*SMALL, saved, "train.steps=2", "logging.dir=/proc/none/log")).resolved(1, 1)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(config, World(), fresh=True)
+    assert [child.name for child in tmp_path.iterdir()] == ["save"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from nestpipe.bench.faults.moments import Hit
@@ -27,6 +28,9 @@ from nestpipe.distributed.child import die_with_parent
 
 END_SECONDS = 90.0
 """Time in which a run must end, whatever happens to it."""
+_CHILDREN = Lock()
+"""Held while a process is started or its exit code is read. A start reads the codes of all that have ended, and of two
+threads that read the same one, one would get a wrong code."""
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _PRELOAD = [
@@ -88,7 +92,8 @@ class Run:
         self.command = command
         self.started = time.monotonic()
         self._launcher = _SERVER.Process(target=_launch, args=(command, there))
-        self._launcher.start()
+        with _CHILDREN:
+            self._launcher.start()
         there.close()
         if not here.poll(END_SECONDS):
             self._launcher.kill()
@@ -103,8 +108,7 @@ class Run:
 
     def wait(self, seconds: float = END_SECONDS) -> int:
         """Waits until all processes have ended. Returns the exit code of the launcher, or minus a signal."""
-        self._launcher.join(seconds)
-        if self._launcher.exitcode is None:
+        if not wait([self._launcher.sentinel], seconds):
             self._show_stacks()
             self.end()
             raise HangError(f"the run has not ended after {seconds} s:\n{self.command.output()}")
@@ -114,13 +118,20 @@ class Run:
                 self.end()
                 raise HangError(f"a rank outlives its launcher:\n{self.command.output()}")
             time.sleep(0.01)
-        return self._launcher.exitcode
+        return self._exit_code()
 
     def end(self) -> None:
         """Kills all processes that are left."""
         for process in (*self.ranks, self.launcher):
             process.send(signal.SIGKILL)
-        self._launcher.join()
+        self._exit_code()
+
+    def _exit_code(self) -> int:
+        wait([self._launcher.sentinel])
+        with _CHILDREN:
+            self._launcher.join()
+        assert self._launcher.exitcode is not None
+        return self._launcher.exitcode
 
     def _show_stacks(self) -> None:
         """Has the ranks print the stacks of all threads."""

@@ -137,17 +137,15 @@ def _read_shard(saved: SavedCheckpoint, shard: Shard, after_read: AfterRead) -> 
     names, file = list(saved.tables), shard.file
     rows: Counter[str] = Counter()
     erased: Counter[str] = Counter()
-    for number, block in enumerate(file.blocks()):
+    for block in file.blocks():
         if not 0 <= block.table < len(names):
-            raise DamagedError(f"block {number} has rows of table number {block.table}, which does not exist")
+            raise DamagedError(f"has rows of table number {block.table}, which does not exist")
         table, is_erased = names[block.table], block.piece is None
         keys = block.erased if block.piece is None else block.piece.keys
         assert keys is not None
         (erased if is_erased else rows)[table] += len(keys)
         if not bool(is_inside(table, keys, file.buckets).all()):
-            raise DamagedError(
-                f"block {number} has keys of other buckets than {file.buckets.start} .. {file.buckets.stop - 1}"
-            )
+            raise DamagedError(f"has keys of other buckets than {file.buckets.start} .. {file.buckets.stop - 1}")
         after_read(8 * len(keys) if block.piece is None else sum(array.nbytes for array in block.piece))
     if (rows, erased) != (Counter(shard.rows), Counter(shard.erased)):
         raise DamagedError("has other numbers of rows than its rank's part says")
