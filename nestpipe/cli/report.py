@@ -10,7 +10,7 @@ from nestpipe.cli.this_rank import failed
 
 def report(
     traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="Files that `nestpipe train --trace` has written.")
+        list[Path], typer.Argument(metavar="RUN_OR_TRACE...", help="Folders of logging.dir, or files of `--trace`.")
     ],
     out: Annotated[Path, typer.Option("--out", help="File for the picture, as SVG. It is overwritten.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to draw of each run.")] = 2,

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+IN_FOLDER = "trace.json"
+"""Name of the trace in a run's folder, after which the run is called then."""
 COMPUTE = "compute"
 """Lane of the thread that trains. Its first span of a batch begins the batch's step."""
 
@@ -51,7 +53,8 @@ class RankTrace:
 
 
 def read_trace(path: Path, rank: int = 0) -> RankTrace:
-    """Reads the file that `nestpipe train --trace` has written."""
+    """Reads the file that `nestpipe train --trace` has written, or that of a run's folder (logging.dir)."""
+    path = path / IN_FOLDER if path.is_dir() else path
     try:
         events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
@@ -62,7 +65,8 @@ def read_trace(path: Path, rank: int = 0) -> RankTrace:
         raise ValueError(f"{path} is not a trace that `nestpipe train --trace` has written: {error!r}") from None
     if not found:
         raise ValueError(f"{path} has no spans of rank {rank}")
-    return RankTrace(path.stem, sorted(found, key=lambda span: (order.index(span.lane), span.begin)))
+    name = path.resolve().parent.name if path.name == IN_FOLDER else path.stem
+    return RankTrace(name, sorted(found, key=lambda span: (order.index(span.lane), span.begin)))
 
 
 def _span(event: dict[str, Any], first: float) -> Span:

@@ -199,8 +199,7 @@ class Trainer:
         return result.is_stopped
 
     def flush(self) -> None:
-        """Writes every row to the store. Within fit, all ranks call it at a step boundary. Outside nothing is left to
-        write, unless writing failed at the end of fit."""
+        """Writes every row to the store. Within fit, all ranks call it at a step boundary. Afterwards none is left."""
         self._check_usable()
         if self._pipeline is not None:
             self._pipeline.flush()

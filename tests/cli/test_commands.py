@@ -36,6 +36,7 @@ def test_version_and_help() -> None:
     assert all(option in texts[1] for option in ("--json", "--quick", "--check"))
 
 
+@pytest.mark.slow
 def test_bench_store_quick(tmp_path: Path) -> None:
     path = tmp_path / "store.json"
     done = run("bench", "store", "--quick", "--json", str(path))

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 
 def nestpipe(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "nestpipe", *arguments], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-m", "nestpipe", *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

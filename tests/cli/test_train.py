@@ -31,7 +31,7 @@ def start(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[s
 def train(*arguments: str, settings: tuple[str, ...] = (), expected: int = 0) -> str:
     """Returns the output, or the errors if an exit code other than 0 is expected."""
     process = start(*arguments, settings=settings)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == expected, out + err
     return out if expected == 0 else err
 

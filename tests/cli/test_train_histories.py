@@ -17,7 +17,7 @@ SMALL = ("train.steps=6", "train.batch_size=32", "model.num_negatives=4", "evalu
 def nestpipe(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     sets = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "nestpipe", *arguments, *sets]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.slow

@@ -85,10 +85,14 @@ def test_every_stage_has_a_colour() -> None:
 
 
 def test_the_command(trace: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.svg"
-    done = CliRunner().invoke(app, ["report", str(trace), "--out", str(out), "--steps", "3"])
-    assert done.exit_code == 0, done.output
-    assert "3 steps" in out.read_text()
+    """Fails if the runs of two folders have the same name."""
+    out, folder = tmp_path / "out.svg", tmp_path / "slow run"
+    folder.mkdir()
+    trace.rename(folder / "trace.json")
+    for given in (folder, folder / "trace.json"):
+        done = CliRunner().invoke(app, ["report", str(given), "--out", str(out), "--steps", "3"])
+        assert done.exit_code == 0, done.output
+        assert "slow run: 3 steps" in out.read_text()
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": [1]}', '{"traceEvents": []}', "\x00"])

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from nestpipe.bench.peer.turns import Task
 from nestpipe.distributed.child import die_with_parent
 
 LOCAL = "127.0.0.1"
+GRACE_SECONDS = 3.0
+"""Time in which the other ranks can write why they fail, too."""
 
 
 class Rank:
@@ -36,18 +40,23 @@ class Rank:
 
     def write(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which `read` finds
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
 
-    def read(self) -> dict[str, Any]:
-        """Returns the next line that is an answer. Libraries may print lines of their own."""
+    def read(self) -> dict[str, Any] | None:
+        """Returns the next line that is an answer; None at the end. Libraries may print lines of their own."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
+        return None
+
+    def errors(self) -> str:
+        """Returns its exit code, and the end of what it has written to stderr."""
         self._errors.seek(0)
-        raise RuntimeError(f"a rank ended with {self.process.wait()}:\n{self._errors.read()[-4000:]}")
+        return f"exit code {self.process.poll()}:\n{self._errors.read()[-4000:]}"
 
     def end(self) -> None:
         self.process.kill()
@@ -60,7 +69,8 @@ class Group:
     """Ranks that have started."""
 
     ranks: list[Rank]
-    about: dict[str, str]
+    apart: float = 0.0
+    """How far its weights are from those of the first group."""
     sent_bytes: int = 0
     """Bytes that rank 0 has sent in all turns. Only its own host's interface shows them, see `peer/turns.py`."""
     num_steps: int = 0
@@ -81,7 +91,20 @@ class Group:
     def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         for rank in self.ranks:
             rank.write(request)
-        return [rank.read() for rank in self.ranks]
+        return answers_of(self.ranks)
+
+
+def answers_of(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+    """Returns an answer of each rank. If one of them ends instead, shows the errors of all: others wait for it."""
+    with ThreadPoolExecutor(len(ranks)) as readers:
+        pending = [readers.submit(rank.read) for rank in ranks]
+        if any(done.result() is None for done in as_completed(pending)):
+            time.sleep(GRACE_SECONDS)
+            texts = [f"rank {number}, {rank.errors()}" for number, rank in enumerate(ranks)]
+            for rank in ranks:
+                rank.process.kill()
+            raise RuntimeError("\n".join(["a rank has ended", *texts]))
+        return [answer for future in pending if (answer := future.result()) is not None]
 
 
 @contextmanager
@@ -93,8 +116,8 @@ def started(program: Sequence[str], task: Task, port: int, hosts: Sequence[Host]
             inside = ["ip", "netns", "exec", hosts[number].namespace] if hosts else []
             ranks.append(Rank([*inside, *program], _environment(number, port, hosts)))
             ranks[-1].write(asdict(task))
-        about = [rank.read() for rank in ranks]
-        yield Group(ranks, about[0])
+        answers_of(ranks)
+        yield Group(ranks)
     finally:
         for rank in ranks:
             rank.end()

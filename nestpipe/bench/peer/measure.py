@@ -1,5 +1,6 @@
 """Compares TorchRec and nestpipe: all loops of a workload are started at once, and take turns."""
 
+import math
 import socket
 import statistics
 import sys
@@ -86,7 +87,7 @@ class Peer:
             for way in (*THEIRS, *OURS):
                 file = Path(folder) / f"{way}.npz"
                 groups[way].save_weights(file)
-                groups[way].about["apart"] = str(_apart(Path(folder) / f"{THEIRS[0]}.npz", file))
+                groups[way].apart = _apart(Path(folder) / f"{THEIRS[0]}.npz", file)
         return groups, times
 
     def _program(self, way: str) -> list[str]:
@@ -109,8 +110,9 @@ class Peer:
             "num_micro_batches": task.num_micro_batches,
             "num_rounds": self.effort.num_rounds,
             "seed": SEED,
-            "torchrec_sharding": groups[THEIRS[0]].about["sharding"],
-            **{f"{way}_weights_apart": float(groups[way].about["apart"]) for way in (*THEIRS[1:], *OURS)},
+            "torchrec_sharding": "table_wise",
+            **{f"{way}_weights_apart": groups[way].apart for way in (*THEIRS[1:], *OURS)},
+            "weights_apart": max(groups[way].apart for way in OURS),
         }
 
 
@@ -151,11 +153,12 @@ def _milliseconds(times: Mapping[str, list[float]]) -> Record:
 
 
 def _apart(one: Path, other: Path) -> float:
-    """Returns the largest difference of two sets of weights, relative to the largest weight of its tensor."""
+    """Returns the largest difference of weights, relative to how far the weights of their tensor have moved."""
     with np.load(one) as a, np.load(other) as b:
         if set(a) != set(b):
             raise RuntimeError(f"{one.name} has weights {sorted(a)}, {other.name} has {sorted(b)}")
-        return max(float(np.abs(a[name] - b[name]).max() / np.abs(a[name]).max()) for name in a)
+        apart = [float(np.abs(a[name] - b[name]).max() / np.abs(a[name]).max()) for name in a]
+    return max(apart) if all(map(math.isfinite, apart)) else math.inf
 
 
 def _port(number: int, hosts: Sequence[Host]) -> int:

@@ -79,11 +79,12 @@ class OurLoop:
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         self.pipeline.flush()
-        keys = workload.sampled_keys(self.work)
-        gathered = self.store.gather(self.work.tables[0], keys, rows_only=True)
-        rows = gathered.records * gathered.found[:, None]
-        dist.all_reduce(rows)
-        return workload.numbers_of(self.dense.state_dict(), rows)
+        rows = {}
+        for number, table in enumerate(self.work.tables):
+            gathered = self.store.gather(table, workload.sampled_keys(self.work, number), rows_only=True)
+            rows[number] = gathered.records * gathered.found[:, None]
+            dist.all_reduce(rows[number])
+        return workload.trained(self.work, self.dense.state_dict(), rows)
 
 
 def fill(store: Store, tables: list[Table], work: Workload, world: World) -> None:
@@ -116,7 +117,8 @@ class DenseLoop:
         work = task.work
         self.batches = itertools.cycle(make_batches(work, world.rank))
         self.dense = Dense(work)
-        self.model = DistributedDataParallel(self.dense)
+        # As TorchRec does.
+        self.model = DistributedDataParallel(self.dense, gradient_as_bucket_view=True, static_graph=True)
         self.optimizer = workload.dense_optimizer(self.dense)
         self.values = torch.rand(work.batch_size, work.width).sub_(0.5).mul_(0.1).requires_grad_()
 
@@ -134,7 +136,7 @@ def main() -> None:
     task = read_task()
     world = World.from_environment(device="cpu")
     loop: Loop = DenseLoop(task, world) if task.way == "dense" else OurLoop(task, world)
-    take_turns(loop, {})
+    take_turns(loop)
     os._exit(0)  # does not wait for lanes, which wait for further steps
 
 

@@ -16,10 +16,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardedTensor, ShardingEnv
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -29,7 +28,6 @@ from nestpipe.bench.peer.turns import Task, read_task, take_turns
 from nestpipe.bench.peer.workload import Dense, Workload, make_batches
 
 CPU = torch.device("cpu")
-SHARDING = os.environ.get("PEER_SHARDING", "table_wise")
 
 
 @dataclass
@@ -80,17 +78,13 @@ class TorchRecLoop:
         self.work = task.work
         sharder = self._sharder(task.optimizer)
         model = Model(self.work)
-        group = dist.group.WORLD
-        size = dist.get_world_size()
-        allowed = ParameterConstraints(sharding_types=[SHARDING], compute_kernels=["fused"])
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(size, "cpu", local_world_size=size),
-            constraints=dict.fromkeys(self.work.tables, allowed),
+        self.model = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=CPU,
+            plan=ShardingPlan({"sparse": self._plan(model, sharder)}),
+            sharders=[sharder],
         )
-        plan = planner.collective_plan(model, [sharder], group)
-        env = ShardingEnv.from_process_group(group)
-        self.model = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=[sharder])
-        self.sharding = ", ".join(sorted({spec.sharding_type for spec in plan.plan["sparse"].values()}))
         self._fill()
         dense = {name: p for name, p in self.model.named_parameters() if ".dense." in f".{name}"}
         own = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, workload.LEARNING_RATE))
@@ -102,6 +96,16 @@ class TorchRecLoop:
         kind = EmbOptimType.EXACT_SGD if optimizer == "sgd" else EmbOptimType.EXACT_ROWWISE_ADAGRAD
         fused = {"optimizer": kind, "learning_rate": workload.LEARNING_RATE, "eps": workload.EPSILON}
         return (EmbeddingBagCollectionSharder if self.work.is_pooled else EmbeddingCollectionSharder)(fused)
+
+    def _plan(self, model: Model, sharder: Any) -> Any:
+        """Places whole tables, the first half on rank 0: TorchRec then sends one vector a sample and feature, and gives
+        the features in the order of the tables."""
+        size = dist.get_world_size()
+        places = {
+            table: table_wise(rank=number * size // self.work.num_tables, compute_kernel="fused")
+            for number, table in enumerate(self.work.tables)
+        }
+        return construct_module_sharding_plan(model.sparse, places, sharder, size, size, "cpu")
 
     def _tables(self) -> Iterator[tuple[int, Any]]:
         for name, tensor in self.model.state_dict().items():
@@ -134,23 +138,24 @@ class TorchRecLoop:
         self.optimizer.step()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        keys = workload.sampled_keys(self.work)
-        rows = torch.zeros(len(keys), self.work.dim)
+        rows = {}
         for number, tensor in self._tables():
-            for first, column, content in self._shards(tensor) if number == 0 else ():
+            keys = workload.sampled_keys(self.work, number)
+            rows[number] = torch.zeros(len(keys), self.work.dim)
+            for first, column, content in self._shards(tensor):
                 is_own = (keys >= first) & (keys < first + len(content))
-                rows[is_own, column : column + content.shape[1]] = content[keys[is_own] - first]
-        dist.all_reduce(rows)
+                rows[number][is_own, column : column + content.shape[1]] = content[keys[is_own] - first]
+            dist.all_reduce(rows[number])
         dense = {
             name.split("dense.", 1)[1].removeprefix("module."): parameter
             for name, parameter in self.model.named_parameters()
             if ".dense." in f".{name}"
         }
-        return workload.numbers_of(dense, rows)
+        return workload.trained(self.work, dense, rows)
 
 
 def samples_of(work: Workload, rank: int) -> list[Samples]:
-    lengths = torch.full((work.num_tables * work.batch_size,), work.keys_per_feature)
+    lengths = torch.full((work.num_tables * work.batch_size,), work.keys_per_feature, dtype=torch.int32)
     return [
         Samples(KeyedJaggedTensor.from_lengths_sync(work.tables, batch.keys.flatten(), lengths), batch.labels)
         for batch in make_batches(work, rank)
@@ -161,7 +166,7 @@ def main() -> None:
     task = read_task()
     dist.init_process_group("gloo")
     loop = TorchRecLoop(task)
-    take_turns(loop, {"sharding": loop.sharding})
+    take_turns(loop)
     os._exit(0)
 
 

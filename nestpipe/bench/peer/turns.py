@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from nestpipe.bench.harness.memory import peak_bytes
+from nestpipe.bench.harness.memory import peak_bytes, reset_peak
 from nestpipe.bench.peer.workload import QUICK, WORKLOADS, Workload
 
 
@@ -47,9 +47,10 @@ def read_task() -> Task:
     return Task(**json.loads(sys.stdin.readline()))
 
 
-def take_turns(loop: Loop, about: dict[str, str]) -> None:
-    """Answers each request with one line, until the requests end. about: what is said of the loop at the beginning."""
-    _answer(about)
+def take_turns(loop: Loop) -> None:
+    """Says that the loop is ready, and answers each request with one line, until the requests end."""
+    reset_peak()  # tables were filled, which takes memory of its own
+    _answer({})
     for line in sys.stdin:
         request = json.loads(line)
         if "steps" in request:
@@ -81,5 +82,5 @@ def _sent_bytes() -> int:
     return 0
 
 
-def _answer(values: dict[str, float] | dict[str, str]) -> None:
+def _answer(values: dict[str, float]) -> None:
     print(json.dumps(values), flush=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class RankBatch:
     labels: Tensor
 
 
+@lru_cache(maxsize=4)
 def make_batches(work: Workload, rank: int) -> list[RankBatch]:
     """Returns the batches of a rank: Zipf-distributed keys. Which key is frequent is the same on all ranks."""
     generator = np.random.default_rng([SEED, rank])
@@ -88,9 +90,9 @@ def key_ranges(first: int, end: int) -> Iterator[Tensor]:
         yield torch.arange(begin, min(begin + ROWS_AT_A_TIME, end))
 
 
-def sampled_keys(work: Workload) -> Tensor:
-    """Returns some keys of table 0 that are trained often, to compare their rows at the end."""
-    keys = torch.cat([batch.keys[0].flatten() for rank in range(2) for batch in make_batches(work, rank)])
+def sampled_keys(work: Workload, table: int) -> Tensor:
+    """Returns some keys that are trained often, to compare their rows at the end."""
+    keys = torch.cat([batch.keys[table].flatten() for rank in range(2) for batch in make_batches(work, rank)])
     distinct, counts = keys.unique(return_counts=True)
     chosen: Tensor = distinct[counts.argsort(descending=True, stable=True)[:200]]
     return chosen.sort().values
@@ -116,6 +118,10 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
 
-def numbers_of(dense: Mapping[str, Tensor], rows: Tensor) -> dict[str, NDArray[np.float32]]:
-    """Returns the final weights that are compared."""
-    return {"rows": rows.numpy(), **{name: tensor.detach().numpy() for name, tensor in dense.items()}}
+def trained(work: Workload, dense: Mapping[str, Tensor], rows: Mapping[int, Tensor]) -> dict[str, NDArray[np.float32]]:
+    """Returns how far weights have moved from where they began. rows: those of `sampled_keys`, by table number."""
+    before = Dense(work).state_dict()
+    moved = {name: tensor.detach() - before[name] for name, tensor in dense.items()}
+    for number, values in rows.items():
+        moved[f"table {number}"] = values - initial_rows(number, sampled_keys(work, number), work.dim)
+    return {name: tensor.numpy() for name, tensor in moved.items()}

@@ -1,5 +1,6 @@
 """`bench peer`: both systems get the same work, and its figures are what they say."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from nestpipe.bench.peer import environment, measure, workload
+from nestpipe.bench.peer.group import started
+from nestpipe.bench.peer.turns import Task
 from nestpipe.bench.peer.workload import QUICK, WORKLOADS
 
 
@@ -71,6 +74,7 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if find_or_make leaves half an environment behind: the next run would take it for a whole one."""
     monkeypatch.setattr(environment, "TORCH", "no-such-package==0")
@@ -82,15 +86,28 @@ def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.
     assert len(lines) == 1
 
 
+def test_a_rank_that_dies() -> None:
+    """Fails if answers are read rank by rank: the first one waits for ever."""
+    task = Task("pooled", "sgd", "dense", 1, is_quick=True)
+    program = "import os, sys, time; int(os.environ['RANK']) == 1 and sys.exit('no memory'); time.sleep(60)"
+    with (
+        pytest.raises(RuntimeError, match=r"rank 1, exit code 1:\s*no memory"),
+        started([sys.executable, "-c", program], task, 1, ()),
+    ):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.skipif(
     not (environment.default_folder() / environment._MADE).exists(),
     reason="TorchRec is not installed; `make bench-peer` makes its environment",
 )
-def test_both_train_the_same() -> None:
-    """Fails if one of them starts from other rows, or sums gradients over ranks in another way."""
+def test_both_train_the_same(name: str) -> None:
+    """Fails if one of them starts from other rows, gives the features to the model in another order, or sums gradients
+    over ranks in another way."""
     peer = measure.Peer(environment.find_or_make(environment.default_folder(), print), quick=True)
-    record = peer.on_one_host("sequences", "sgd")
+    record = peer.on_one_host(name, "sgd")
     for way in ("pipelined", "serial", "nested"):
-        assert float(record[f"{way}_weights_apart"]) < 1e-5
+        assert float(record[f"{way}_weights_apart"]) < 1e-3
