@@ -31,7 +31,7 @@ native-test: native ## run the native tests without sanitizers
 	ctest --test-dir build/native --output-on-failure
 
 test: install native-test ## run all tests except those marked slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' --durations 20 $(IN_PARALLEL)
 	$(BIN)/python -m pytest -m 'not slow and alone'
 
 test-slow: install native-test ## run all tests, the slow ones included

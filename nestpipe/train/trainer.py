@@ -199,7 +199,7 @@ class Trainer:
         return result.is_stopped
 
     def flush(self) -> None:
-        """Writes every row to the store. Within fit, all ranks call it at a step boundary. Afterwards none is left."""
+        """Writes every row to the store. All ranks call it within fit, at a step boundary; fit does it at its end."""
         self._check_usable()
         if self._pipeline is not None:
             self._pipeline.flush()
