@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 11
+#define NESTPIPE_ABI_VERSION 12
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -542,6 +542,44 @@ typedef struct nestpipe_feature_samples {
     int64_t num_keys;
     int64_t table;
 } nestpipe_feature_samples;
+
+/* The keys of all features, one behind the other, for an accelerator to dedup.
+ *   keys      [occurrences of all features]; may be null
+ *   tables    [occurrences of all features] table of each; num_tables for padding; may be null
+ *   outside   [2] as of nestpipe_dedup; if there is such a key, nothing else is written */
+NESTPIPE_API nestpipe_status nestpipe_pack_keys(const nestpipe_feature_keys* features, int64_t num_features,
+                                                int64_t num_tables, int64_t* keys, int16_t* tables, int64_t* outside,
+                                                int32_t num_threads);
+
+/* An array that is copied into a larger one. Every field has 64 bits. */
+typedef struct nestpipe_array_copy {
+    const void* source; /* [num_bytes] */
+    int64_t num_bytes;
+    int64_t offset; /* where it goes in the target */
+} nestpipe_array_copy;
+
+/* Copies many arrays into one, with several threads.
+ *   target   [num_bytes] the arrays do not overlap in it */
+NESTPIPE_API nestpipe_status nestpipe_copy_arrays(const nestpipe_array_copy* arrays, int64_t num_arrays, void* target,
+                                                  int64_t num_bytes, int32_t num_threads);
+
+/* Which arrays of int64 are 0, 1, 2 and so on.
+ *   arrays     offsets are not read
+ *   is_range   [num_arrays] */
+NESTPIPE_API nestpipe_status nestpipe_find_ranges(const nestpipe_array_copy* arrays, int64_t num_arrays,
+                                                  uint8_t* is_range, int32_t num_threads);
+
+/* Where the samples of a batch lie if its occurrences are ordered by (part, feature, place, occurrence).
+ *   samples, part_offsets  as of nestpipe_split
+ *   bounds    [num_features * num_samples + 1] for each part, feature and sample of the part, the place of its first
+ *             occurrence in this order; then the number of occurrences
+ *   sources   [num_features * num_samples] the same occurrence, counted through all features in the order of the
+ *             batch; may be null
+ *   longest   the most keys that a sample has of one feature */
+NESTPIPE_API nestpipe_status nestpipe_lay_out(const nestpipe_feature_samples* features, int64_t num_features,
+                                              const int64_t* samples, const int64_t* part_offsets, int64_t num_parts,
+                                              int64_t num_samples, int64_t* bounds, int64_t* sources, int64_t* longest,
+                                              int32_t num_threads);
 
 /* Cuts the samples of a batch into parts, and numbers the rows that each part uses.
  *   positions      [occurrences of all features] as of nestpipe_dedup; every position occurs

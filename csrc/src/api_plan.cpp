@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "boundary.hpp"
+#include "feature_checks.hpp"
 #include "mix.hpp"
 #include "nestpipe.h"
 #include "plan.hpp"
@@ -15,58 +16,11 @@ using namespace nestpipe;
 
 namespace {
 
-constexpr int64_t kMostKeys = (int64_t{1} << 31) - 1;  // positions are kept in 32 bits
-
-static_assert(sizeof(nestpipe_feature_keys) == 6 * sizeof(int64_t));
-static_assert(sizeof(nestpipe_feature_samples) == 3 * sizeof(int64_t));
-
-void need_few_keys(int64_t num_keys, const char* what) {
-    need_count(num_keys, what);
-    if (num_keys > kMostKeys)
-        refuse(std::string(what) + " is " + std::to_string(num_keys) + ", must be below 2^31; cut the batch");
-}
-
-void need_range(int64_t value, int64_t low, int64_t high, const std::string& what) {
-    if (value < low || value > high)
-        refuse(what + " is " + std::to_string(value) + ", must be " + std::to_string(low) + " .. " +
-               std::to_string(high));
-}
-
 // [num_ranks, num_tables]
 void need_matrix(const int32_t* counts, int64_t num_ranks, int64_t num_tables) {
     need_range(num_ranks, 0, NESTPIPE_NUM_BUCKETS, "number of ranks");
     need_range(num_tables, 0, (int64_t{1} << 24) - 1, "num_tables");
     need_array(counts, num_ranks * num_tables, "counts");
-}
-
-std::string feature_text(int64_t feature) { return "feature " + std::to_string(feature); }
-
-// Checks the fields that both kinds of features have. Adds their keys to num_keys.
-template <typename Feature>
-void need_feature(const Feature& feature, int64_t f, int64_t num_tables, int64_t& num_keys) {
-    need_few_keys(feature.num_keys, "num_keys of a feature");
-    need_few_keys(num_keys += feature.num_keys, "number of occurrences");
-    if (feature.table < 0 || feature.table >= num_tables)
-        refuse(feature_text(f) + ": there is no table number " + std::to_string(feature.table) + " of " +
-               std::to_string(num_tables));
-}
-
-// Refuses offsets[0] .. offsets[count] that do not ascend from 0 to `end`.
-void need_offsets_to(const int64_t* offsets, int64_t count, int64_t end, const std::string& what) {
-    if (offsets == nullptr) refuse(what + ": offsets is a null pointer");
-    if (offsets[0] != 0 || offsets[count] != end || !std::is_sorted(offsets, offsets + count + 1))
-        refuse(what + ": offsets do not rise from 0 to " + std::to_string(end));
-}
-
-// Each of 0 .. count - 1 once.
-void need_permutation(const int64_t* samples, int64_t count) {
-    std::vector<uint8_t> seen(static_cast<size_t>(count), 0);
-    for (int64_t i = 0; i < count; ++i) {
-        if (samples[i] < 0 || samples[i] >= count || seen[static_cast<size_t>(samples[i])] != 0)
-            refuse("samples[" + std::to_string(i) + "] is " + std::to_string(samples[i]) +
-                   ": each of 0 .. num_samples - 1 must be there once");
-        seen[static_cast<size_t>(samples[i])] = 1;
-    }
 }
 
 // All of low .. high. The sign bit tells: no branch, whole vectors at once.
@@ -135,21 +89,10 @@ nestpipe_status nestpipe_dedup(const nestpipe_feature_keys* features, int64_t nu
         need(num_distinct, "num_distinct");
         need(outside, "outside");
         need_threads(num_threads);
-        int64_t num_occurrences = 0;
-        for (int64_t f = 0; f < num_features; ++f) {
-            need_feature(features[f], f, num_tables, num_occurrences);
-            need_array(features[f].keys, features[f].num_keys, "keys of a feature");
-            if (f > 0 && features[f].table < features[f - 1].table)
-                refuse(feature_text(f) + " is of table " + std::to_string(features[f].table) +
-                       ", the one before it of table " + std::to_string(features[f - 1].table) +
-                       ": features must be ordered by table");
-        }
+        const int64_t num_occurrences = need_feature_keys(features, num_features, num_tables);
         need_array(keys, num_occurrences, "keys");
         need_array(positions, num_occurrences, "positions");
-        const Outside first = find_outside(features, num_features);
-        outside[0] = first.feature;
-        outside[1] = first.occurrence;
-        if (first.feature >= 0) {
+        if (has_outside(features, num_features, outside)) {
             *num_distinct = 0;
             return;
         }

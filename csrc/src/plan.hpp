@@ -17,6 +17,20 @@ Outside find_outside(const nestpipe_feature_keys* features, int64_t num_features
 int64_t dedup(const nestpipe_feature_keys* features, int64_t num_features, const uint64_t* salts, int64_t num_tables,
               int64_t world_size, int64_t* keys, int32_t* counts, int64_t* positions, int32_t num_threads);
 
+// Arguments as in nestpipe_pack_keys, which has checked them.
+void pack_keys(const nestpipe_feature_keys* features, int64_t num_features, int64_t num_tables, int64_t* keys,
+               int16_t* tables, int32_t num_threads);
+
+// Arguments as in nestpipe_copy_arrays.
+void copy_arrays(const nestpipe_array_copy* arrays, int64_t num_arrays, uint8_t* target, int32_t num_threads);
+
+// Arguments as in nestpipe_find_ranges.
+void find_ranges(const nestpipe_array_copy* arrays, int64_t num_arrays, uint8_t* is_range, int32_t num_threads);
+
+// Arguments as in nestpipe_lay_out. Returns the largest number of keys of a sample.
+int64_t lay_out(const nestpipe_feature_samples* features, int64_t num_features, const int64_t* samples,
+                const int64_t* part_offsets, int64_t num_parts, int64_t* bounds, int64_t* sources, int32_t num_threads);
+
 // The number of keys of each rank and table.
 struct KeyCounts {
     const int32_t* counts;

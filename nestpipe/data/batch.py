@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +72,8 @@ class Jagged:
         weights = None if self.weights is None else function(self.weights)
         return replace(self, values=function(self.values), offsets=function(self.offsets), weights=weights)
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, is_rising: bool = False) -> None:
+        """Raises if the arrays do not fit. is_rising: it is known that offsets do not fall."""
         for what, array in (("values", self.values), ("offsets", self.offsets)):
             if not isinstance(array, Tensor) or array.dtype != torch.int64 or array.dim() != 1:
                 raise ValueError(
@@ -82,8 +84,7 @@ class Jagged:
                 f"feature {name!r}: offsets must begin with 0 and end with {len(self.values)}, the number of keys, "
                 f"got {self.offsets[:1].tolist()} ... {self.offsets[-1:].tolist()}"
             )
-        falls = (self.offsets.diff() < 0).nonzero()
-        if len(falls) > 0:
+        if not is_rising and len(falls := (self.offsets.diff() < 0).nonzero()) > 0:
             raise ValueError(f"feature {name!r}: offsets must not fall, but they do after sample {int(falls[0])}")
         if self.weights is not None and (
             self.weights.shape != self.values.shape or not self.weights.is_floating_point()
@@ -104,17 +105,19 @@ class Batch:
     """Contribution of this batch to the divisor of the losses; None for the number of samples."""
 
     def __post_init__(self) -> None:
+        checked: set[int] = set()  # features may share their offsets
         for name, jagged in self.keys.items():
             if not isinstance(jagged, Jagged):
                 raise ValueError(f"feature {name!r} must be a Jagged, got {_describe(jagged)}")
-            jagged.check(name)
+            jagged.check(name, is_rising=id(jagged.offsets) in checked)
+            checked.add(id(jagged.offsets))
         sizes = self._sizes()
         if len(set(sizes.values())) > 1:
             raise ValueError(f"the parts of a batch disagree about the number of samples: {sizes}")
 
     def __len__(self) -> int:
         """Returns the number of samples."""
-        return next(iter(self._sizes().values()), 0)
+        return len(next((part for parts in (self.keys, self.inputs) for part in parts.values()), ()))
 
     def _sizes(self) -> dict[str, int]:
         sizes = {name: len(jagged) for name, jagged in self.keys.items()}
@@ -131,11 +134,11 @@ class Batch:
 
     def clone(self) -> "Batch":
         """Returns a copy. A tensor that occurs twice in the batch is copied once."""
-        copies: dict[int, Tensor] = {}
+        tensors = [t for lists in self.keys.values() for t in (lists.values, lists.offsets, lists.weights)]
+        tensors += [value for value in self.inputs.values() if isinstance(value, Tensor)]
+        copies = _copies({id(tensor): tensor.detach() for tensor in tensors if tensor is not None})
 
         def cloned(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = _cloned(tensor.detach())
             return copies[id(tensor)]
 
         batch = copy(self)  # not a new Batch, which would be checked again
@@ -154,11 +157,24 @@ class Batch:
         return dict(self.weight) if isinstance(self.weight, Mapping) else {"": float(self.weight)}
 
 
-def _cloned(tensor: Tensor) -> Tensor:
-    """Copies in this thread alone, because torch's threads would wait for the cores that train meanwhile."""
-    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.dtype not in NUMPY_DTYPES:
-        return tensor.clone()
-    return torch.from_numpy(tensor.resolve_neg().numpy().copy())
+def _copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Copies tensors, those of each dtype in one call: many calls would keep other threads from Python's lock.
+
+    numpy copies in this thread alone; torch's threads would wait for the cores that train meanwhile.
+    """
+    copies: dict[int, Tensor] = {}
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in NUMPY_DTYPES:
+            by_dtype.setdefault(tensor.dtype, {})[name] = tensor
+        else:
+            copies[name] = tensor.clone()
+    for group in by_dtype.values():
+        joined = np.concatenate([tensor.resolve_neg().numpy().ravel() for tensor in group.values()])
+        parts = torch.from_numpy(joined).split([tensor.numel() for tensor in group.values()])
+        for (name, tensor), part in zip(group.items(), parts, strict=True):
+            copies[name] = part if tensor.dim() == 1 else part.view(tensor.shape)
+    return copies
 
 
 def _describe(value: Any) -> str:

@@ -160,9 +160,12 @@ class BatchSource(Iterator[Batch]):
     trained, however many have been read since. It calls `state()` after each batch, in the thread that reads.
     """
 
-    def __init__(self, batches: Iterator[Batch], data: object = None) -> None:
-        """data: the iterable that the iterator came from, in case that one has the state."""
+    def __init__(
+        self, batches: Iterator[Batch], data: object = None, copy: Callable[[Batch], Batch] = Batch.clone
+    ) -> None:
+        """data: the iterable that the iterator came from, in case that one has the state. copy: copies a batch."""
         self.batches = batches
+        self._copy = copy
         self._with_state = next((candidate for candidate in (batches, data) if has_state(candidate)), None)
         self.state = self._state()
         """The data's state after the batches trained so far; None if it has none."""
@@ -208,13 +211,22 @@ class BatchSource(Iterator[Batch]):
 
     def _read_item(self) -> Batch | Exception:
         if self._is_begun:
-            return _next_or_error(self.batches)
+            return self._next_or_error()
         self._is_begun = True
         # The model does not train yet, so only the reader can change the default generator now. If it did so later, it
         # would change the model's dropout.
         before = torch.get_rng_state()
-        item = _next_or_error(self.batches)
+        item = self._next_or_error()
         return item if torch.equal(before, torch.get_rng_state()) else RuntimeError(DREW_FROM_DEFAULT)
+
+    def _next_or_error(self) -> Batch | Exception:
+        try:
+            batch = next(self.batches)
+            return self._copy(batch) if isinstance(batch, Batch) else batch
+        except StopIteration:
+            raise
+        except Exception as error:  # the reader's error, raised in its turn
+            return error
 
     def give_back(self, items: Sequence[Batch | Exception]) -> None:
         """Returns batches to the source, in the order in which they are to come. An exception is raised in its turn."""
@@ -270,13 +282,3 @@ class BatchReader(Iterator[Batch]):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Moves the data to a saved state. No batch may have been read yet."""
         self._source.load_state(state)
-
-
-def _next_or_error(batches: Iterator[Batch]) -> Batch | Exception:
-    try:
-        batch = next(batches)
-        return batch.clone() if isinstance(batch, Batch) else batch
-    except StopIteration:
-        raise
-    except Exception as error:  # the reader's error, raised in its turn
-        return error

@@ -108,10 +108,10 @@ class Streams:
     def stream(self, lane: str) -> torch.Stream:
         with _lock:
             if lane not in self._by_lane:
-                self._by_lane[lane] = self._draw()
+                self._by_lane[lane] = self._draw(_FIRST if lane in _URGENT_LANES else 0)
             return self._by_lane[lane]
 
-    def _draw(self) -> torch.Stream:
+    def _draw(self, priority: int) -> torch.Stream:
         """Returns a stream that is not in use, if there is one. torch hands out the same few streams in turn.
 
         Lanes that share a stream wait for each other, and what one enqueues while the other records a graph becomes
@@ -121,12 +121,16 @@ class Streams:
         for avoided in (others,) if self.is_exclusive else (others, [o for o in others if o.is_exclusive]):
             taken = {stream.stream_id for streams in avoided for stream in streams._by_lane.values()}
             for _ in range(NUM_DRAWS):
-                stream = torch.Stream(self.device)
+                stream = torch.Stream(self.device, priority=priority)
                 if stream.stream_id not in taken:
                     return stream
         raise RuntimeError(f"{self.device} has no stream left that is not in use; delete worlds that are not needed")
 
 
+_URGENT_LANES = ("upload",)
+"""Lanes with many short kernels, for whose results a thread waits. Without priority each would wait for a long kernel
+of the model to end."""
+_FIRST = -1
 NUM_DRAWS = 128
 """Attempts to get an unused stream: more than torch has streams for a device."""
 _alive: WeakSet[Streams] = WeakSet()

@@ -7,7 +7,8 @@ after table. The row index of a feature gives, for each of its keys, the row amo
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering, in_order
 from nestpipe.embedding.group import FeatureGroups, TableGroup
-from nestpipe.kernels.rows.pooling import DeviceOccurrences
 from nestpipe.store.native import plan_ops
 
 MOST_LOSSES = 8
@@ -31,10 +31,46 @@ class FeaturePart:
     """[n] row of each key among those of its table; one past the last row for padding."""
     offsets: Tensor
     """[samples + 1] start of each sample."""
-    host_offsets: Tensor
-    """`offsets` in host memory."""
     weights: Tensor | None
     """[n] weight of each key."""
+
+
+@dataclass(frozen=True)
+class HostOccurrences:
+    """The occurrences of all features of a group, in host memory."""
+
+    index: Tensor
+    """[occurrences] by (micro-batch, feature, sample): the row among those of the feature's table; for padding, the
+    number of those rows."""
+    index_offsets: NDArray[np.int64]
+    """[micro-batches * features + 1] start of each feature's part of `index`."""
+    offsets: Tensor
+    """[samples + 1] for each (micro-batch, feature): start of its samples in its part of `index`."""
+    weights: Tensor | None
+    """[occurrences] of the table's dtype, in the order of `index`; None if no feature of the group has weights."""
+    is_weighted: list[bool]
+    """True for each feature with weights."""
+    num_samples: list[int]
+    """Samples of each micro-batch."""
+
+    def part(self, micro_batch: int, feature: int) -> FeaturePart:
+        """Returns the occurrences of one feature in one micro-batch."""
+        num_features, num_samples = len(self.is_weighted), self.num_samples[micro_batch]
+        first, end = self.index_offsets[micro_batch * num_features + feature :][:2].tolist()
+        start = num_features * (sum(self.num_samples[:micro_batch]) + micro_batch) + feature * (num_samples + 1)
+        weights = self.weights[first:end] if self.weights is not None and self.is_weighted[feature] else None
+        return FeaturePart(self.index[first:end], self.offsets[start : start + num_samples + 1], weights)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "HostOccurrences":
+        weights = None if self.weights is None else function(self.weights)
+        return replace(self, index=function(self.index), offsets=function(self.offsets), weights=weights)
+
+
+class Occurrences(Protocol):
+    """The occurrences of all features of a group: HostOccurrences, or GroupOccurrences of fused.py."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Occurrences":
+        """Replaces every tensor in the memory of the rows."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +92,10 @@ class RequesterDedup:
     """[micro-batches, tables] number of rows."""
     row_offsets: list[int]
     """[micro-batches + 1] start of each micro-batch in row_positions."""
-    index: Tensor
-    """[occurrences] by (micro-batch, feature, sample): the row among those of the feature's table; for padding, the
-    number of those rows."""
-    index_offsets: NDArray[np.int64]
-    """[micro-batches * features + 1] start of each feature's part of `index`."""
-    offsets: Tensor
-    """[samples + 1] for each (micro-batch, feature): start of its samples in its part of `index`."""
-    host_offsets: Tensor
-    """`offsets` in host memory."""
-    weights: Tensor | None
-    """[occurrences] of the table's dtype, in the order of `index`; None if no feature of the group has weights."""
-    is_weighted: list[bool]
-    """True for each feature with weights."""
     num_samples: list[int]
     """Samples of each micro-batch."""
-    occurrences: list[dict[str, DeviceOccurrences]] = field(default_factory=list)
-    """Occurrences by micro-batch and feature, in the form that device kernels need; empty in host memory."""
-
-    def part(self, micro_batch: int, feature: int) -> "FeaturePart":
-        """Returns the occurrences of one feature in one micro-batch."""
-        num_features, num_samples = len(self.group.features), self.num_samples[micro_batch]
-        first, end = self.index_offsets[micro_batch * num_features + feature :][:2].tolist()
-        start = num_features * (sum(self.num_samples[:micro_batch]) + micro_batch) + feature * (num_samples + 1)
-        offsets = slice(start, start + num_samples + 1)
-        weights = self.weights[first:end] if self.weights is not None and self.is_weighted[feature] else None
-        return FeaturePart(self.index[first:end], self.offsets[offsets], self.host_offsets[offsets], weights)
+    occurrences: Occurrences
+    """Where the rows are used."""
 
     def rows_of(self, micro_batch: int) -> slice:
         """Returns the slice of row_positions and is_first that belongs to a micro-batch."""
@@ -91,15 +105,12 @@ class RequesterDedup:
         return self.row_offsets[micro_batch + 1] - self.row_offsets[micro_batch]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "RequesterDedup":
-        """Replaces every tensor that goes to the device."""
+        """Replaces every tensor in the memory of the rows."""
         return replace(
             self,
             row_positions=function(self.row_positions),
             is_first=function(self.is_first),
-            index=function(self.index),
-            offsets=function(self.offsets),
-            weights=None if self.weights is None else function(self.weights),
-            occurrences=[{name: part.map(function) for name, part in parts.items()} for parts in self.occurrences],
+            occurrences=self.occurrences.map(function),
         )
 
 
@@ -121,7 +132,7 @@ class BatchDedup:
         return len(self.num_samples)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "BatchDedup":
-        """Replaces every tensor that goes to the device."""
+        """Replaces every tensor in the memory of the rows."""
         return replace(
             self,
             groups=[group.map(function) for group in self.groups],
@@ -139,21 +150,21 @@ def dedup_batch(
 ) -> BatchDedup:
     """Finds the distinct keys of a batch and splits it into micro-batches. batch: None if this rank is out of data."""
     has_batch = batch is not None
+    batch = checked_batch(features, batch)
+    distinct = [_distinct(group, batch, world_size, num_threads) for group in features.groups]
+    order = sample_order(features, distinct, batch, num_micro_batches, clustering)
+    groups = [_split(group, order) for group in distinct]
+    return BatchDedup(groups, split_inputs(batch, order), order.sizes, batch.weights, has_batch)
+
+
+def checked_batch(features: FeatureGroups, batch: Batch | None) -> Batch:
+    """Returns a batch, an empty one for None, after checks that need not look at its keys."""
     if batch is None:
         batch = Batch({name: Jagged.from_lists([]) for name in features.features}, weight={})
     _check_features(features, batch)
     check_weights(batch)
     check_inputs(batch)
-    distinct = [_Distinct.from_batch(group, batch, world_size, num_threads) for group in features.groups]
-    parts = _parts(features, distinct, batch, num_micro_batches, clustering)
-    order = _Order(parts)
-    return BatchDedup(
-        [_split(group, order) for group in distinct],
-        _inputs(batch, order),
-        order.sizes,
-        batch.weights,
-        has_batch,
-    )
+    return batch
 
 
 def check_weights(batch: Batch) -> None:
@@ -180,7 +191,7 @@ def _check_features(features: FeatureGroups, batch: Batch) -> None:
 
 
 @dataclass(frozen=True)
-class _Distinct:
+class DistinctKeys:
     """The distinct keys of one group in a batch."""
 
     group: TableGroup
@@ -189,18 +200,20 @@ class _Distinct:
     keys: Tensor
     counts: Tensor
     positions: Tensor
-    """[occurrences] of all features, concatenated; -1 for padding."""
+    """[occurrences] of all features, concatenated; -1 or len(keys) for padding."""
 
-    @staticmethod
-    def from_batch(group: TableGroup, batch: Batch, world_size: int, num_threads: int) -> "_Distinct":
-        jagged = [_contiguous(batch.keys[name]) for name in group.features]
-        features = group.feature_keys.copy()
-        features[:, 0] = [lists.values.data_ptr() for lists in jagged]
-        features[:, 1] = [lists.values.numel() for lists in jagged]
-        deduped = plan_ops.dedup(features, group.salts, world_size, num_threads)
-        if deduped.outside is not None:
-            raise _outside_error(group, jagged, *deduped.outside)
-        return _Distinct(group, jagged, deduped.keys, deduped.counts, deduped.positions)
+
+def _distinct(group: TableGroup, batch: Batch, world_size: int, num_threads: int) -> DistinctKeys:
+    jagged = contiguous_keys(group, batch)
+    deduped = plan_ops.dedup(feature_key_lists(group, jagged), group.salts, world_size, num_threads)
+    if deduped.outside is not None:
+        raise outside_error(group, jagged, *deduped.outside)
+    return DistinctKeys(group, jagged, deduped.keys, deduped.counts, deduped.positions)
+
+
+def contiguous_keys(group: TableGroup, batch: Batch) -> list[Jagged]:
+    """Returns the keys of each feature of a group, in arrays that native calls can read."""
+    return [_contiguous(batch.keys[name]) for name in group.features]
 
 
 def _contiguous(jagged: Jagged) -> Jagged:
@@ -209,7 +222,25 @@ def _contiguous(jagged: Jagged) -> Jagged:
     return Jagged(jagged.values.contiguous(), jagged.offsets.contiguous(), jagged.weights)
 
 
-def _outside_error(group: TableGroup, jagged: list[Jagged], feature: int, occurrence: int) -> ValueError:
+def feature_key_lists(group: TableGroup, jagged: list[Jagged]) -> NDArray[np.int64]:
+    """Returns the keys of each feature as native calls take them."""
+    features = group.feature_keys.copy()
+    features[:, 0] = [lists.values.data_ptr() for lists in jagged]
+    features[:, 1] = [lists.values.numel() for lists in jagged]
+    return features
+
+
+def feature_sample_lists(group: TableGroup, jagged: list[Jagged]) -> NDArray[np.int64]:
+    """Returns the samples of each feature as native calls take them."""
+    features = np.empty((len(jagged), 3), dtype=np.int64)
+    features[:, 0] = [lists.offsets.data_ptr() for lists in jagged]
+    features[:, 1] = [lists.values.numel() for lists in jagged]
+    features[:, 2] = group.feature_tables
+    return features
+
+
+def outside_error(group: TableGroup, jagged: list[Jagged], feature: int, occurrence: int) -> ValueError:
+    """Returns the error for a key that its table does not have."""
     table, lists = group.tables[int(group.feature_tables[feature])], jagged[feature]
     sample = int(torch.searchsorted(lists.offsets, occurrence, right=True)) - 1
     assert table.num_keys is not None
@@ -219,17 +250,35 @@ def _outside_error(group: TableGroup, jagged: list[Jagged], feature: int, occurr
     )
 
 
-def _parts(
-    features: FeatureGroups, distinct: list[_Distinct], batch: Batch, num_parts: int, clustering: Clustering
-) -> list[Tensor]:
-    """Returns the samples of each micro-batch."""
+class SampleOrder:
+    """The samples of a batch in the order of its micro-batches."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.sizes = [len(part) for part in parts]
+        self.samples = torch.cat(parts) if len(parts) > 1 else None
+        """Permutation of the samples; None if they keep their order."""
+        self.part_offsets = torch.tensor([0, *self.sizes]).cumsum(0)
+
+    @staticmethod
+    def in_order(num_samples: int, num_parts: int) -> "SampleOrder":
+        return SampleOrder(in_order(num_samples, num_parts))
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.sizes)
+
+
+def sample_order(
+    features: FeatureGroups, distinct: list[DistinctKeys], batch: Batch, num_parts: int, clustering: Clustering
+) -> SampleOrder:
+    """Clusters the samples into micro-batches."""
     if clustering.keeps_order(num_parts):
-        return in_order(len(batch), num_parts)
+        return SampleOrder.in_order(len(batch), num_parts)
     numbered, num_distinct = _cluster_lists(features, distinct)
-    return clustering.parts(numbered, num_distinct, num_parts)
+    return SampleOrder(clustering.parts(numbered, num_distinct, num_parts))
 
 
-def _cluster_lists(features: FeatureGroups, distinct: list[_Distinct]) -> tuple[list[Jagged], int]:
+def _cluster_lists(features: FeatureGroups, distinct: list[DistinctKeys]) -> tuple[list[Jagged], int]:
     """Returns the keys of each feature as numbers among the distinct keys of all tables, in order of the tables' names.
 
     The order matters: clustering breaks ties by it, and it must not depend on how tables are grouped.
@@ -253,29 +302,11 @@ def _cluster_lists(features: FeatureGroups, distinct: list[_Distinct]) -> tuple[
     return [jagged for _, jagged in lists], int(table_counts.sum())
 
 
-class _Order:
-    """The samples of a batch in the order of its micro-batches."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.sizes = [len(part) for part in parts]
-        self.samples = torch.cat(parts) if len(parts) > 1 else None
-        """Permutation of the samples; None if they keep their order."""
-        self.part_offsets = torch.tensor([0, *self.sizes]).cumsum(0)
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.sizes)
-
-
-def _split(distinct: _Distinct, order: _Order) -> RequesterDedup:
+def _split(distinct: DistinctKeys, order: SampleOrder) -> RequesterDedup:
     group, jagged = distinct.group, distinct.jagged
-    features = np.empty((len(jagged), 3), dtype=np.int64)
-    features[:, 0] = [lists.offsets.data_ptr() for lists in jagged]
-    features[:, 1] = [lists.values.numel() for lists in jagged]
-    features[:, 2] = group.feature_tables
     is_weighted = [lists.weights is not None for lists in jagged]
     split = plan_ops.split(
-        features,
+        feature_sample_lists(group, jagged),
         distinct.positions,
         distinct.counts,
         len(distinct.keys),
@@ -294,17 +325,19 @@ def _split(distinct: _Distinct, order: _Order) -> RequesterDedup:
         is_first=split.is_first,
         row_counts=row_counts,
         row_offsets=[0, *np.cumsum(row_counts.sum(1)).tolist()],
-        index=split.index,
-        index_offsets=split.index_offsets.numpy(),
-        offsets=split.offsets,
-        host_offsets=split.offsets,
-        weights=None if split.sources is None else _weights(group, jagged)[split.sources],
-        is_weighted=is_weighted,
         num_samples=order.sizes,
+        occurrences=HostOccurrences(
+            index=split.index,
+            index_offsets=split.index_offsets.numpy(),
+            offsets=split.offsets,
+            weights=None if split.sources is None else group_weights(group, jagged)[split.sources],
+            is_weighted=is_weighted,
+            num_samples=order.sizes,
+        ),
     )
 
 
-def _weights(group: TableGroup, jagged: list[Jagged]) -> Tensor:
+def group_weights(group: TableGroup, jagged: list[Jagged]) -> Tensor:
     """Returns the weights of all occurrences of a group, 1 where a feature has none."""
     ones = torch.ones(max(lists.values.numel() for lists in jagged), dtype=group.dtype)
     parts = [
@@ -313,7 +346,8 @@ def _weights(group: TableGroup, jagged: list[Jagged]) -> Tensor:
     return torch.cat(parts)
 
 
-def _inputs(batch: Batch, order: _Order) -> list[Mapping[str, Tensor]]:
+def split_inputs(batch: Batch, order: SampleOrder) -> list[Mapping[str, Tensor]]:
+    """Returns the inputs of each micro-batch."""
     if order.samples is None:
         return [batch.inputs]
     inputs = {name: value[order.samples].split(order.sizes) for name, value in batch.inputs.items()}

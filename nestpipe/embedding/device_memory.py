@@ -11,15 +11,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nestpipe.data.batch import Batch
 from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark, mark
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import ALIGNMENT, OfTensors, host_empty, uploaded
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.features import with_occurrences
+from nestpipe.embedding.device_dedup import dedup_on_device
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.host_link import HostLink
 from nestpipe.embedding.memory import HostCall, Swap, update_records
+from nestpipe.embedding.packed import PackedBatch, pack_batch
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
 from nestpipe.kernels.rows.pinned import keep_alive_until
@@ -50,8 +53,24 @@ class DeviceMemory:
     def upload(self, value: T) -> T:
         return uploaded(value, self.device)
 
-    def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
-        return uploaded(with_occurrences(features, batch), self.device)
+    def new_bytes(self, number: int) -> Tensor:
+        return host_empty((number,), torch.uint8, self.device)
+
+    def prepare_batch(
+        self,
+        features: FeatureGroups,
+        batch: Batch | None,
+        num_micro_batches: int,
+        world_size: int,
+        num_threads: int = 1,
+        clustering: Clustering = GIVEN_ORDER,
+    ) -> PackedBatch:
+        numbers = num_micro_batches, world_size, num_threads
+        return pack_batch(features, batch, *numbers, clustering, self.new_bytes)
+
+    def upload_batch(self, batch: BatchDedup | PackedBatch) -> BatchDedup:
+        assert isinstance(batch, PackedBatch)
+        return dedup_on_device(batch, self.device)
 
     def empty_list(self, number: int) -> Tensor:
         return host_empty((number,), torch.int64, self.device)

@@ -1,38 +1,51 @@
 """The input of the dense model: embeddings, which are rows at the occurrences of keys."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.dedup import BatchDedup, FeaturePart, RequesterDedup
-from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.dedup import FeaturePart, HostOccurrences, RequesterDedup
+from nestpipe.embedding.fused import GroupOccurrences
+from nestpipe.embedding.group import FeatureGroups, FeatureSet
 from nestpipe.embedding.pooling import Occurrences, pool
 from nestpipe.embedding.table import Feature, Pooled
-from nestpipe.kernels.rows.pooling import DeviceOccurrences, make_occurrences
+from nestpipe.kernels.rows import pooling as on_device
 
 
-@dataclass(frozen=True)
-class SequenceEmbedding:
+class SequenceEmbedding(ABC):
     """A jagged sequence of rows: sample s has values[offsets[s]:offsets[s + 1]]."""
 
-    rows: Tensor
-    """[m, dim] the micro-batch's rows of the feature's table."""
-    index: Tensor
-    """[n] row of each key; m for padding, whose values are zeros."""
-    offsets: Tensor
-    """[num_samples + 1] start of each sample."""
-    host_offsets: Tensor
-    """`offsets` in host memory."""
-    occurrences: Occurrences | DeviceOccurrences
-    """`index` in the form that kernels need."""
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """Returns the micro-batch's rows of the feature's table, [m, dim]."""
 
-    @cached_property
+    @property
+    @abstractmethod
+    def index(self) -> Tensor:
+        """Returns the row of each key, [n]; m for padding, whose values are zeros."""
+
+    @property
+    @abstractmethod
+    def offsets(self) -> Tensor:
+        """Returns the start of each sample, [num_samples + 1]."""
+
+    @property
+    @abstractmethod
+    def host_offsets(self) -> Tensor:
+        """Returns `offsets` in host memory."""
+
+    @property
+    @abstractmethod
     def values(self) -> Tensor:
         """Returns the row of each key, [n, dim]."""
-        return pool([self.occurrences], [self.rows])
+
+    @abstractmethod
+    def padded(self, length: int) -> Tensor:
+        """Returns the first `length` rows of each sample, followed by zeros: [num_samples, length, dim]."""
 
     @property
     def lengths(self) -> Tensor:
@@ -44,27 +57,83 @@ class SequenceEmbedding:
         lengths: list[int] = self.host_offsets.diff().tolist()
         return lengths
 
+
+class HostSequence(SequenceEmbedding):
+    """A sequence of rows in host memory."""
+
+    def __init__(self, rows: Tensor, part: FeaturePart) -> None:
+        self._rows = rows
+        self._part = part
+
+    @property
+    def rows(self) -> Tensor:
+        return self._rows
+
+    @property
+    def index(self) -> Tensor:
+        return self._part.index
+
+    @property
+    def offsets(self) -> Tensor:
+        return self._part.offsets
+
+    @property
+    def host_offsets(self) -> Tensor:
+        return self._part.offsets
+
+    @cached_property
+    def values(self) -> Tensor:
+        return pool([Occurrences(self.index)], [self.rows])
+
     def padded(self, length: int) -> Tensor:
-        """Returns the first `length` rows of each sample, followed by zeros: [num_samples, length, dim]."""
-        if isinstance(self.occurrences, DeviceOccurrences):
-            return self._scattered(length)
         columns = torch.arange(length)
         inside = columns < self.lengths[:, None]
         keys = torch.where(inside, self.offsets[:-1, None] + columns, 0)
         padding = len(self.rows)
         index = torch.where(inside, self.index[keys], padding) if len(self.index) else torch.full_like(keys, padding)
-        return pool([Occurrences(index.flatten())], [self.rows]).view(*index.shape, -1)
+        return pool([Occurrences(index.flatten())], [self.rows]).view(*index.shape, self.rows.shape[1])
 
-    def _scattered(self, length: int) -> Tensor:
-        """Copies each value to its place, so that backward need not sum. Values beyond `length` share a spare row."""
-        num_samples, device = len(self.offsets) - 1, self.index.device
-        samples = torch.repeat_interleave(
-            torch.arange(num_samples, device=device), self.lengths, output_size=len(self.index)
-        )
-        columns = torch.arange(len(self.index), device=device) - self.offsets.index_select(0, samples)
+
+class DeviceSequence(SequenceEmbedding):
+    """A sequence of rows on a device. Everything is made when it is read."""
+
+    def __init__(self, embeddings: "Embeddings", name: str) -> None:
+        self._embeddings = embeddings
+        self._name = name
+
+    @property
+    def rows(self) -> Tensor:
+        return self._embeddings.table_rows(self._name)
+
+    @cached_property
+    def index(self) -> Tensor:
+        return self._embeddings.device_occurrences(self._name).index(*self._embeddings.place(self._name))
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        return self._embeddings.device_occurrences(self._name).offsets(*self._embeddings.place(self._name))
+
+    @cached_property
+    def host_offsets(self) -> Tensor:
+        return self._embeddings.device_occurrences(self._name).host_offsets(*self._embeddings.place(self._name))
+
+    @property
+    def values(self) -> Tensor:
+        return self._embeddings.sequence_values(self._name)
+
+    def padded(self, length: int) -> Tensor:
+        """Copies each value to its place, so that backward need not sum. Values beyond `length` share a spare row.
+        Sequences that are all of this length are not copied."""
+        values, num_samples = self.values, len(self.host_offsets) - 1
+        if torch.equal(self.host_offsets, torch.arange(num_samples + 1) * length):
+            return values.view(num_samples, length, values.shape[1])
+        device = values.device
+        numbers = torch.arange(num_samples, device=device)
+        samples = torch.repeat_interleave(numbers, self.lengths, output_size=len(values))
+        columns = torch.arange(len(values), device=device) - self.offsets.index_select(0, samples)
         targets = torch.where(columns < length, samples * length + columns, num_samples * length)
-        padded = self.values.new_zeros(num_samples * length + 1, self.rows.shape[1]).index_copy(0, targets, self.values)
-        return padded[:-1].view(num_samples, length, -1)
+        padded = values.new_zeros(num_samples * length + 1, values.shape[1]).index_copy(0, targets, values)
+        return padded[:-1].view(num_samples, length, values.shape[1])
 
 
 class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
@@ -84,10 +153,12 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         self._rows = rows
         self._table_rows: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[str, SequenceEmbedding | Tensor] = {}
+        self._gathered: dict[str, Tensor] = {}
+        """Values of sequences on a device, by feature."""
 
     def __getitem__(self, name: str) -> "SequenceEmbedding | Tensor":
         if name not in self._values:
-            self._values[name] = self._value(self._feature(name), name)
+            self._make(name)
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -97,9 +168,15 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         return len(self._features.features)
 
     def side_by_side(self, names: Iterable[str] | None = None) -> Tensor:
-        """Returns torch.cat of pooled features, all unless named, in one pass: [num_samples, sum of dims]."""
+        """Returns torch.cat of pooled features, all unless named: [num_samples, sum of dims]."""
         names = list(self if names is None else names)
-        return pool([self._occurrences(name) for name in names], [self.table_rows(name) for name in names])
+        for name in names:
+            if not isinstance(self._feature(name), Pooled):
+                raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
+        if all(self._on_device(name) is None for name in names):
+            return pool([self._host_occurrences(name) for name in names], [self.table_rows(name) for name in names])
+        joined = self._joined(names)
+        return torch.cat([self._tensor(name) for name in names], dim=1) if joined is None else joined
 
     def table_rows(self, name: str) -> Tensor:
         """Returns the micro-batch's rows of the feature's table, [m, dim]."""
@@ -111,36 +188,97 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             self._table_rows[g] = split if len(sizes) > 1 else (self._rows[g],)
         return self._table_rows[g][int(self._groups[g].group.feature_tables[f])]
 
-    def _value(self, feature: Feature, name: str) -> "SequenceEmbedding | Tensor":
-        if isinstance(feature, Pooled):
-            return self.side_by_side([name])
-        part, on_device = self._part(name), self._on_device(name)
-        occurrences = on_device if on_device is not None else Occurrences(part.index)
-        return SequenceEmbedding(self.table_rows(name), part.index, part.offsets, part.host_offsets, occurrences)
+    # ---- rows in host memory ----
+
+    def _host_part(self, name: str) -> FeaturePart:
+        g, f = self._features.places[name]
+        occurrences = self._groups[g].occurrences
+        assert isinstance(occurrences, HostOccurrences)
+        return occurrences.part(self._micro_batch, f)
+
+    def _host_occurrences(self, name: str) -> Occurrences:
+        feature, part = self._feature(name), self._host_part(name)
+        assert isinstance(feature, Pooled)
+        return Occurrences(part.index, part.offsets, pooling_weights(feature, part, len(self.table_rows(name))))
+
+    # ---- rows on a device: all features of a set are made together ----
+
+    def device_occurrences(self, name: str) -> GroupOccurrences:
+        """Returns the occurrences of a feature's group."""
+        occurrences = self._on_device(name)
+        assert occurrences is not None
+        return occurrences
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Returns the micro-batch, and the index of the feature in its group."""
+        return self._micro_batch, self._features.places[name][1]
+
+    def sequence_values(self, name: str) -> Tensor:
+        """Returns the row of each key of a sequence, [n, dim]."""
+        if name not in self._gathered:
+            occurrences, s = self._set_of(name)
+            feature_set = occurrences.group.feature_sets[s]
+            sizes = occurrences.set_sizes(self._micro_batch, feature_set)
+            values = on_device.gather(occurrences.sets[self._micro_batch][s], self._group_rows(name), sizes)
+            self._gathered.update(zip(self._names(occurrences, feature_set), values, strict=True))
+        return self._gathered[name]
+
+    def _on_device(self, name: str) -> GroupOccurrences | None:
+        occurrences = self._groups[self._features.places[name][0]].occurrences
+        return occurrences if isinstance(occurrences, GroupOccurrences) else None
+
+    def _set_of(self, name: str) -> tuple[GroupOccurrences, int]:
+        """Returns the occurrences of a feature's group, and the number of its set."""
+        occurrences, (_, f) = self.device_occurrences(name), self._features.places[name]
+        sets = occurrences.group.feature_sets
+        return occurrences, next(s for s, feature_set in enumerate(sets) if f in feature_set.features)
+
+    def _names(self, occurrences: GroupOccurrences, feature_set: FeatureSet) -> list[str]:
+        return [occurrences.group.features[feature] for feature in feature_set.features]
+
+    def _group_rows(self, name: str) -> Tensor:
+        return self._rows[self._features.places[name][0]]
+
+    def _pool_set(self, name: str) -> None:
+        """Pools all pooled features of a feature's group."""
+        occurrences, s = self._set_of(name)
+        names = self._names(occurrences, occurrences.group.feature_sets[s])
+        pooled = on_device.pool(occurrences.sets[self._micro_batch][s], self._group_rows(name), len(names))
+        self._values.update(zip(names, pooled, strict=True))
+
+    def _joined(self, names: list[str]) -> Tensor | None:
+        """Returns features side by side if they are a whole set, in its order; else None."""
+        if not names or any(name in self._values for name in names):
+            return None
+        occurrences, s = self._set_of(names[0])
+        if names != self._names(occurrences, occurrences.group.feature_sets[s]):
+            return None
+        rows = self._group_rows(names[0])
+        return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows, len(names))
+
+    def _make(self, name: str) -> None:
+        """Makes the value of a feature, and of those that are made together with it."""
+        feature = self._feature(name)
+        if self._on_device(name) is not None:
+            if isinstance(feature, Pooled):
+                self._pool_set(name)
+            else:
+                self._values[name] = DeviceSequence(self, name)
+        elif isinstance(feature, Pooled):
+            self._values[name] = self.side_by_side([name])
+        else:
+            self._values[name] = HostSequence(self.table_rows(name), self._host_part(name))
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self[name]
+        assert isinstance(value, Tensor)
+        return value
 
     def _feature(self, name: str) -> Feature:
         features = self._features.features
         if name not in features:
             raise KeyError(f"there is no feature {name!r}; there are {sorted(features)}")
         return features[name]
-
-    def _part(self, name: str) -> FeaturePart:
-        g, f = self._features.places[name]
-        return self._groups[g].part(self._micro_batch, f)
-
-    def _on_device(self, name: str) -> DeviceOccurrences | None:
-        occurrences = self._groups[self._features.places[name][0]].occurrences
-        return occurrences[self._micro_batch][name] if occurrences else None
-
-    def _occurrences(self, name: str) -> Occurrences | DeviceOccurrences:
-        feature = self._feature(name)
-        if not isinstance(feature, Pooled):
-            raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
-        on_device = self._on_device(name)
-        if on_device is not None:
-            return on_device
-        part = self._part(name)
-        return Occurrences(part.index, part.offsets, pooling_weights(feature, part, len(self.table_rows(name))))
 
 
 def pooling_weights(feature: Pooled, part: FeaturePart, num_rows: int) -> Tensor | None:
@@ -154,22 +292,3 @@ def pooling_weights(feature: Pooled, part: FeaturePart, num_rows: int) -> Tensor
     samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     total = torch.zeros(len(lengths), dtype=weights.dtype).index_add_(0, samples, weights)
     return weights / torch.where(total == 0, 1.0, total)[samples]
-
-
-def with_occurrences(features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
-    """Adds the occurrences in the form that device kernels need, still in host memory."""
-    return replace(batch, groups=[_with_occurrences(features.features, group) for group in batch.groups])
-
-
-def _with_occurrences(features: Mapping[str, Feature], dedup: RequesterDedup) -> RequesterDedup:
-    occurrences: list[dict[str, DeviceOccurrences]] = []
-    for i in range(len(dedup.num_samples)):
-        occurrences.append({})
-        for f, name in enumerate(dedup.group.features):
-            feature, part = features[name], dedup.part(i, f)
-            num_rows = int(dedup.row_counts[i, dedup.group.feature_tables[f]])
-            offsets, weights = None, None
-            if isinstance(feature, Pooled):
-                offsets, weights = part.offsets, pooling_weights(feature, part, num_rows)
-            occurrences[i][name] = make_occurrences(part.index, offsets, weights, num_rows, not dedup.group.frozen)
-    return replace(dedup, occurrences=occurrences)

@@ -15,9 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.embedding.optim import RowOptimizer, group_key
-from nestpipe.embedding.table import Feature, Table, tables_of
+from nestpipe.embedding.table import Feature, Pooled, Table, tables_of
 from nestpipe.store.interface import MOST_ROWS
 from nestpipe.store.native.plan_ops import table_salts
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of a group that a device handles in one launch."""
+
+    features: tuple[int, ...]
+    """Indices in the group; pooled features in the order in which the user gave them, sequences in order of table."""
+    is_pooled: bool
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class TableGroup:
     """[features, 6] argument of the native dedup, without addresses and numbers of keys."""
     salts: Tensor
     """[tables] salt of each table's key hashes, from its name."""
+    feature_sets: tuple[FeatureSet, ...]
+    """All features, each in one set."""
 
     @property
     def dim(self) -> int:
@@ -116,4 +127,17 @@ def _group(tables: list[Table], features: Mapping[str, Feature]) -> TableGroup:
         feature_tables=np.array([number for number, _, _ in entries], dtype=np.int64),
         feature_keys=np.array(keys, dtype=np.int64).reshape(len(entries), 6),
         salts=table_salts([table.name for table in tables]),
+        feature_sets=_feature_sets([name for _, name, _ in entries], features),
     )
+
+
+def _feature_sets(names: list[str], features: Mapping[str, Feature]) -> tuple[FeatureSet, ...]:
+    """names: the features of a group, in its order."""
+    numbers = {name: number for number, name in enumerate(names)}
+    pooled = [numbers[name] for name, feature in features.items() if isinstance(feature, Pooled) and name in numbers]
+    sequences = [number for number in range(len(names)) if number not in pooled]
+    by_index = [number for number in sequences if getattr(features[names[number]], "by_index", False)]
+    gathered = [number for number in sequences if number not in by_index]
+    sets = [FeatureSet(tuple(pooled), is_pooled=True), FeatureSet(tuple(gathered), is_pooled=False)]
+    sets += [FeatureSet((number,), is_pooled=False) for number in by_index]
+    return tuple(feature_set for feature_set in sets if feature_set.features)

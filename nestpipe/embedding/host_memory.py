@@ -5,13 +5,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nestpipe.data.batch import Batch
 from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark
 from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import OfTensors
-from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
+from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.memory import HostCall, Swap, update_records
+from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
 from nestpipe.kernels.rows.segments import Segments
@@ -37,7 +40,22 @@ class HostMemory:
     def upload(self, value: T) -> T:
         return value
 
-    def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
+    def new_bytes(self, number: int) -> Tensor:
+        return recycled.empty((number,), torch.uint8)
+
+    def prepare_batch(
+        self,
+        features: FeatureGroups,
+        batch: Batch | None,
+        num_micro_batches: int,
+        world_size: int,
+        num_threads: int = 1,
+        clustering: Clustering = GIVEN_ORDER,
+    ) -> BatchDedup:
+        return dedup_batch(features, batch, num_micro_batches, world_size, num_threads, clustering)
+
+    def upload_batch(self, batch: BatchDedup | PackedBatch) -> BatchDedup:
+        assert isinstance(batch, BatchDedup)
         return batch
 
     def empty_list(self, number: int) -> Tensor:

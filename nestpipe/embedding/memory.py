@@ -10,11 +10,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nestpipe.data.batch import Batch
 from nestpipe.device.growing import GrowingArray
 from nestpipe.device.streams import Mark, is_accelerator
 from nestpipe.device.transfer import OfTensors
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.packed import PackedBatch
 from nestpipe.kernels.rows.segments import Segments
 
 T = TypeVar("T", bound=OfTensors)
@@ -72,8 +75,23 @@ class Memory(Protocol):
     def upload(self, value: T) -> T:
         """Returns a value with all its tensors in this memory."""
 
-    def upload_batch(self, features: FeatureGroups, batch: BatchDedup) -> BatchDedup:
-        """Returns a batch with the model's inputs and the row index in this memory. Keys stay in host memory."""
+    def new_bytes(self, number: int) -> Tensor:
+        """Returns uninitialised bytes of host memory, from which copies to this memory are fastest."""
+
+    def prepare_batch(
+        self,
+        features: FeatureGroups,
+        batch: Batch | None,
+        num_micro_batches: int,
+        world_size: int,
+        num_threads: int = 1,
+        clustering: Clustering = GIVEN_ORDER,
+    ) -> BatchDedup | PackedBatch:
+        """Checks a batch and does with its keys what is done in host memory. batch: None if this rank has none."""
+
+    def upload_batch(self, batch: BatchDedup | PackedBatch) -> BatchDedup:
+        """Returns a batch with distinct keys in host memory; the inputs of the model, and where rows are used, in this
+        memory."""
 
     def empty_list(self, number: int) -> Tensor:
         """Returns an uninitialised list of int64 in host memory, from which upload_list copies fastest."""

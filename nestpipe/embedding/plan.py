@@ -166,8 +166,7 @@ def _lists(
 def _group_plan(dedup: RequesterDedup, owner: OwnerDedup, num_parts: int, window: str, rank: int) -> GroupPlan:
     rows_in, gradients_out = requester_lists(dedup, window, rank)
     if num_parts == 1 and len(dedup.group.tables) > 1:
-        rows = torch.empty_like(dedup.row_positions)
-        rows[dedup.row_positions] = torch.arange(len(rows))
+        rows = _rows_of_positions(dedup.counts.numpy())
         rows_in, gradients_out = rows_in.select(rows), gradients_out.select(rows)
     entries_out, gradients_in = _lists(owner.group, owner.uses, num_parts, window, owner.entry_counts, rank)
     order, offsets = _entries_by_key(owner)
@@ -180,6 +179,17 @@ def _group_plan(dedup: RequesterDedup, owner: OwnerDedup, num_parts: int, window
         num_entries=len(owner.key_index),
         sums=make_segments(order, offsets),
     )
+
+
+def _rows_of_positions(counts: NDArray[np.int32]) -> Tensor:
+    """Returns the row of each position if there is one micro-batch: rows are ordered by table, then by owner.
+
+    counts: [ranks, tables] positions, which are ordered by owner, then by table.
+    """
+    by_table = np.cumsum(counts.T.ravel(), dtype=np.int64).reshape(counts.T.shape).T - counts
+    by_owner = np.cumsum(counts.ravel(), dtype=np.int64) - counts.ravel()
+    shifts = by_table.ravel() - by_owner
+    return torch.from_numpy(np.repeat(shifts, counts.ravel()) + np.arange(int(counts.sum())))
 
 
 def _entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Pooling of rows at the occurrences of their keys, and its backward, by the native library.
+"""Pooling of rows at the occurrences of their keys in host memory, and its backward, by the native library.
 
 torch's `embedding_bag` and `embedding` are slower here: the backward of the first sorts, that of the second copies its
 input, and neither writes features side by side. A row's gradients are summed in the order of its occurrences, whatever
@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.recycler import recycled
-from nestpipe.kernels.rows.pooling import DeviceOccurrences
-from nestpipe.kernels.rows.pooling import pool as pool_on_device
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native.library import NativeOccurrences, call, pointer
 
@@ -49,14 +47,8 @@ class Occurrences:
         )
 
 
-def pool(features: Sequence[Occurrences | DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
-    """Returns the sums of each sample's rows, features side by side: [num_samples, sum of dims].
-
-    For rows on a device, features must be DeviceOccurrences on the same device.
-    """
-    on_device = [occurrences for occurrences in features if isinstance(occurrences, DeviceOccurrences)]
-    if on_device:
-        return pool_on_device(on_device, row_arrays)
+def pool(features: Sequence[Occurrences], row_arrays: Sequence[Tensor]) -> Tensor:
+    """Returns the sums of each sample's rows, features side by side: [num_samples, sum of dims]."""
     if len({rows.dtype for rows in row_arrays}) != 1:
         raise ValueError("features stand side by side only if there is at least one, and all have the same dtype")
     pooled: Tensor = _Pool.apply(features, *row_arrays)  # type: ignore[no-untyped-call]

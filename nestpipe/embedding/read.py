@@ -38,12 +38,19 @@ class Reading:
     """
 
     def __init__(
-        self, features: FeatureGroups, route: Route, store: Store, exchange: Exchange, device: torch.device
+        self,
+        features: FeatureGroups,
+        route: Route,
+        uploaded: BatchDedup,
+        store: Store,
+        exchange: Exchange,
+        device: torch.device,
     ) -> None:
+        """uploaded: the batch of the route on the model's device."""
         self.weights = route.batch.weights
         """Weights of this rank's batch."""
         self._features = features
-        self._batch = memory_on(device).upload_batch(features, route.batch)
+        self._batch = uploaded
         self._device = device
         rows = BatchRows(store, HOST)
         resident = rows.retrieve(route.owner_dedups).groups
@@ -74,12 +81,16 @@ def read_batch(
     An exception instead of a batch is raised on every rank.
     """
     groups, exchange = group_features(features), make_exchange(channel, channel, channel, HOST)
+    memory = memory_on(device or HOST.device)
     keys: BatchDedup | Exception
     try:
         if isinstance(batch, Exception):
             raise batch
-        keys = dedup_batch(groups, batch, num_parts, channel.size, store.num_threads, clustering)
+        split = num_parts, channel.size, store.num_threads, clustering
+        keys = uploaded = dedup_batch(groups, batch, *split)
+        if not memory.is_host:
+            uploaded = memory.upload_batch(memory.prepare_batch(groups, batch, *split))
     except Exception as error:
         keys = error
     route = exchange.route(keys, groups, Notice())
-    return None if route is None else Reading(groups, route, store, exchange, device or HOST.device)
+    return None if route is None else Reading(groups, route, uploaded, store, exchange, memory.device)

@@ -55,6 +55,9 @@ class Sequence:
     table: Table
     padding_key: int | None = None
     """Key that stands for padding: it gets zeros, and has no row."""
+    by_index: bool = False
+    """True if the model reads `rows` and `index` of this feature instead of `values`. On an accelerator, the values of
+    all other sequences of a table group are gathered together as soon as the model reads one of them."""
 
 
 @dataclass(frozen=True)

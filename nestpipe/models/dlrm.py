@@ -65,20 +65,30 @@ class DLRM(nn.Module):
 
     def predict(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> Tensor:
         """Returns logits [n]."""
-        pooled = [self._pooled(name, embeddings[name]) for name in self.feature_names]
+        pooled = self._pooled(embeddings)
         dense = self.bottom(inputs["dense"].to(next(self.parameters()).dtype))
         logits: Tensor = self.top(self._interact(dense, pooled))
         return logits.squeeze(1)
 
-    def _interact(self, dense: Tensor, pooled: list[Tensor]) -> Tensor:
+    def _interact(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        vectors = torch.cat([dense, pooled], dim=1)
         if self.cross is not None:
-            crossed: Tensor = self.cross(torch.cat([dense, *pooled], dim=1))
+            crossed: Tensor = self.cross(vectors)
             return crossed
-        vectors = torch.stack([dense, *pooled], dim=1)
+        vectors = vectors.view(len(vectors), len(self.feature_names) + 1, self.dim)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
 
-    def _pooled(self, name: str, embedding: object) -> Tensor:
+    def _pooled(self, embeddings: Mapping[str, object]) -> Tensor:
+        """Returns the embeddings of all features side by side, [n, features * dim]."""
+        side_by_side = getattr(embeddings, "side_by_side", None)  # nestpipe's embeddings are made so, without a copy
+        if side_by_side is not None:
+            pooled: Tensor = side_by_side(self.feature_names)
+            if pooled.shape[1] == len(self.feature_names) * self.dim:
+                return pooled
+        return torch.cat([self._checked(name, embeddings[name]) for name in self.feature_names], dim=1)
+
+    def _checked(self, name: str, embedding: object) -> Tensor:
         if not isinstance(embedding, Tensor) or embedding.dim() != 2 or embedding.shape[1] != self.dim:
             got = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
             raise ValueError(f"feature {name!r} must be pooled and of dim {self.dim}, got {got}")

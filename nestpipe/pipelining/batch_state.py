@@ -7,6 +7,7 @@ from torch import Tensor
 from nestpipe.data.batch import Batch
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import BatchExchange
+from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.plan import Plan
 from nestpipe.embedding.resident import ResidentBatch, ResidentRows
 from nestpipe.embedding.route import Route
@@ -14,12 +15,13 @@ from nestpipe.embedding.route import Route
 
 @dataclass
 class Requested:
-    """After prefetch: the batch was pulled and its keys deduped."""
+    """After prefetch: the batch was pulled and checked. After upload its distinct keys are known."""
 
     batch: Batch | None
     """None if this rank is out of data."""
-    keys: BatchDedup | Exception
-    """An exception travels in the route's header, so that all ranks raise it."""
+    keys: BatchDedup | PackedBatch | Exception
+    """On a device packed until upload has found the distinct keys. An exception travels in the route's header, so that
+    all ranks raise it."""
 
 
 @dataclass

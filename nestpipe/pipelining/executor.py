@@ -14,6 +14,7 @@ from nestpipe.pipelining.light import LightStages
 from nestpipe.pipelining.schedule import Name, Op
 from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.pipelining.trace import Trace
+from nestpipe.pipelining.turns import NoTurns, Turns
 
 Action = Callable[[Op], None]
 
@@ -50,9 +51,10 @@ class Executor:
         issuer: Lane | None = None,
         shared_lanes: Mapping[str, str] | None = None,
         light: LightStages | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """shared_lanes: lanes with little work, and the lane whose thread does it for each. light: finds short stages,
-        which the compute lane does itself; None if it does none."""
+        which the compute lane does itself; None if it does none. turns: at Python's lock; None if lanes take none."""
         self._operations = operations
         self._actions = actions
         self._trace = trace
@@ -62,6 +64,7 @@ class Executor:
         self._issuer = issuer
         self._shared_lanes = shared_lanes or {}
         self._light = light
+        self.turns = turns or NoTurns()
         self._last_on_lane: dict[str, Future[Mark]] = {}
         """Last operation submitted to each thread."""
         self._device = streams.device
@@ -96,7 +99,9 @@ class Executor:
             with self._trace.span(stage):  # on a device its stream may have to wait, even if this thread has not
                 for pending in late:
                     # Raises the operation's error, if it failed.
-                    wait_for(self._watch.wait(pending, stage, self._is_remote(stage)))
+                    with self.turns.free():
+                        moment = self._watch.wait(pending, stage, self._is_remote(stage))
+                    wait_for(moment)
         self._forget_done(op.batch)
 
     def drain(self) -> None:
@@ -104,7 +109,9 @@ class Executor:
         errors: list[Exception] = []
         for name, pending in list(self._pending.items()):
             try:
-                wait_for(self._watch.wait(pending, name[0], self._is_remote(name[0])))
+                with self.turns.free():
+                    moment = self._watch.wait(pending, name[0], self._is_remote(name[0]))
+                wait_for(moment)
             except Exception as error:
                 errors.append(error)
         self._pending.clear()
@@ -205,6 +212,8 @@ class Executor:
                     pass
             if self._is_abandoned:
                 raise AbandonedError(f"{op.stage} of batch {op.batch} was given up")
+            if STAGES[op.stage].takes_turns:
+                self.turns.wait()
             with self._streams.on_lane(op.lane):
                 for moment in (compute, *(pending.result() for pending in awaited)):
                     wait_for(moment)

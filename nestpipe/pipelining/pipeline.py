@@ -11,8 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nestpipe.checkpoint import SaveOptions, Saver, Subject, load
 from nestpipe.data.batch import Batch
-from nestpipe.data.dataset import BatchReader, BatchSource
+from nestpipe.data.dataset import BatchReader
 from nestpipe.distributed import World
+from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.batch_rows import BatchRows
 from nestpipe.embedding.budget import DeviceBudget
 from nestpipe.embedding.capacity import Capacity
@@ -32,6 +33,7 @@ from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
+from nestpipe.pipelining.turns import Turns, quick_switches
 from nestpipe.store import NUM_BUCKETS, Store
 
 
@@ -76,7 +78,9 @@ class Pipeline:
         self.untrained: list[Batch | Exception] = []
         """After the end: batches that were pulled and not trained, for the next pipeline, and errors of reading that no
         step has raised."""
-        self._reader = batches if isinstance(batches, BatchReader) else BatchReader(BatchSource(iter(batches), batches))
+        if not isinstance(batches, BatchReader):
+            batches = BatchReader(copied_source(iter(batches), batches, features, self.world.device, num_threads))
+        self._reader = batches
         self._saver = Saver()
         self._num_skipped_before = 0
         self.pool = pool
@@ -111,7 +115,8 @@ class Pipeline:
         shared = {"upload": "input"} if memory.is_host else {}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
         # With a device the compute lane does no other lane's work: the device would wait for its next launch.
-        lanes = world.watch, world.streams, world.issuer, shared, None if world.runs_ahead else light_stages
+        alone = (None, Turns()) if world.runs_ahead else (light_stages, None)
+        lanes = world.watch, world.streams, world.issuer, shared, *alone
         self.executor = Executor(operation_list, self._actions(), self.trace, *lanes)
 
     def _actions(self) -> dict[str, Action]:
@@ -145,13 +150,8 @@ class Pipeline:
     def _make_budget(self, schedule: str, memory: Memory) -> DeviceBudget | None:
         if self.options.device_budget_bytes is None:
             return None
-        return DeviceBudget(
-            self.options.device_budget_bytes,
-            memory,
-            is_windowed=schedule in WINDOWED,
-            is_overlapping=schedule in OVERLAPPING,
-            is_staged=self.world.rows.is_staged,
-        )
+        overlaps = {"is_windowed": schedule in WINDOWED, "is_overlapping": schedule in OVERLAPPING}
+        return DeviceBudget(self.options.device_budget_bytes, memory, **overlaps, is_staged=self.world.rows.is_staged)
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -181,14 +181,19 @@ class Pipeline:
             error.add_note(text)
 
     def __iter__(self) -> Iterator[Step]:
+        with quick_switches(self.world.runs_ahead):
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[Step]:
         self.world.watch.check()
         self.stages.open()
         while True:
             self.world.watch.where = f"step {self._number}"
             self.trace.begin_batch(self._number)
-            state = self._next_state()
-            self.poll_outcomes(self._number - LATE_STEPS)
-            self._raise_late()
+            with self.trace.span("other"):
+                state = self._next_state()
+                self.poll_outcomes(self._number - LATE_STEPS)
+                self._raise_late()
             if state.error is not None:
                 raise self.world.watch.explained(self.stages.take_error(state), "route")
             self._read_notices(state)
@@ -277,11 +282,8 @@ class Pipeline:
         Data with a method `load_state` continues at the batch after the last one trained; other data is the caller's to
         move.
         """
-        if (
-            self._number != self._first_step
-            or self.stages.is_open
-            or any(self.store.sizes([t.name for t in self.tables]))
-        ):
+        has_begun = self._number != self._first_step or self.stages.is_open
+        if has_begun or any(self.store.sizes([t.name for t in self.tables])):
             raise RuntimeError(
                 "load was called after the first step, or with rows in the store; load into a new pipeline"
             )

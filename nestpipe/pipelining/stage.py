@@ -20,11 +20,13 @@ class Stage:
     """True if it waits for other ranks."""
     exchanges_rows: bool = False
     """True if it issues collectives of device memory."""
+    takes_turns: bool = False
+    """True if it runs much Python, for which it lets the launching thread go first."""
 
 
 _STAGES = (
-    Stage("prefetch", "input", "exposed_input_ms", "reads a batch, dedups and clusters it", "busy_input_ms"),
-    Stage("upload", "upload", "exposed_lookup_ms", "copies the model's inputs to the device"),
+    Stage("prefetch", "input", "exposed_input_ms", "reads a batch, dedups it", "busy_input_ms", takes_turns=True),
+    Stage("upload", "upload", "exposed_lookup_ms", "copies it to the device, dedups it there", takes_turns=True),
     Stage("route", "route", "exposed_lookup_ms", "tells owners which keys the batch needs", needs_ranks=True),
     Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident, evicts others", "busy_host_ms"),
     Stage("begin", COMPUTE, "exposed_exchange_ms", "freezes the rows"),

@@ -14,10 +14,11 @@ from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import download
 from nestpipe.distributed import World
 from nestpipe.embedding.budget import DeviceBudget
-from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import BatchExchange, Exchange
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.resident import Residence
 from nestpipe.pipelining.batch_state import Applied, BatchState, InTraining, Requested, Resident, Routed
 from nestpipe.pipelining.commit import Outcome
@@ -86,29 +87,29 @@ class Stages:
     # ---- before training ----
 
     def prefetch(self, op: Op) -> None:
-        """Pulls a batch, dedups its keys, and clusters its samples into micro-batches."""
+        """Pulls a batch. In host memory, dedups its keys and clusters its samples into micro-batches."""
         # The first `steps` batches are needed. A later one is needed only if an earlier one did not count as a step,
         # which is known after route: the schedule makes this prefetch wait for it.
         if self._steps is not None and op.batch >= self._steps and self._num_steps_routed >= self._steps:
             return
         options, batch = self._options, None
-        keys: BatchDedup | Exception
+        keys: BatchDedup | PackedBatch | Exception
         try:
             batch = next(self._batches, None)
             split = options.num_micro_batches, self._exchange.size, options.num_threads, options.clustering
-            keys = dedup_batch(self._features, batch, *split)
+            keys = self._memory.prepare_batch(self._features, batch, *split)
         except Exception as error:  # travels in the route's header to all ranks
             keys = error
         self.state(op.batch).requested = Requested(batch, keys)
 
     def upload(self, op: Op) -> None:
-        """Copies the model's inputs and the row index to the device. If that fails, the batch has an error."""
+        """Copies the batch to the device, which dedups its keys. If that fails, the batch has an error."""
         requested = self.state(op.batch).requested
-        if requested is None or not isinstance(requested.keys, BatchDedup):
+        if requested is None or isinstance(requested.keys, Exception):
             return
         try:
-            requested.keys = self._memory.upload_batch(self._features, requested.keys)
-            embedding_memory.add_all(requested.keys)
+            requested.keys = keys = self._memory.upload_batch(requested.keys)
+            embedding_memory.add_all(keys)
         except Exception as error:
             requested.keys = error
 
@@ -118,6 +119,7 @@ class Stages:
         if self._has_ended or state.requested is None:
             return  # on every rank: all have seen the same headers
         try:
+            assert not isinstance(state.requested.keys, PackedBatch)
             route = self._exchange.route(state.requested.keys, self._features, self._world.notice)
             if route is not None:
                 plan = self._exchange.plan(route, self._options.window)

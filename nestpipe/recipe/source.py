@@ -108,4 +108,8 @@ class HistorySource(Source):
         return {ITEM_TABLE: TableSection(ITEM_TABLE, init="truncated_normal", num_keys=num_keys)}
 
     def features(self, tables: Mapping[str, Table]) -> dict[str, Feature]:
-        return {name: Sequence(tables[ITEM_TABLE]) for name in ("history", "target", "negatives")}
+        table = tables[ITEM_TABLE]
+        # With negatives for each position, the loss reads a few rows at a time: all of them would not fit into memory.
+        by_index = self.config.model.negatives_per == "position"
+        items = {name: Sequence(table, by_index=by_index) for name in ("target", "negatives")}
+        return {"history": Sequence(table), **items}

@@ -13,6 +13,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
 from nestpipe.device.numerics import autocast, squared_norm
 from nestpipe.distributed.world import World
+from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, make_store, tables_of
 from nestpipe.pipelining import light
@@ -210,7 +211,8 @@ class Trainer:
         """Returns the source of the batches. An earlier fit's iterator keeps batches pulled but not trained."""
         iterator = iter(batches)
         if self._source is None or self._source.batches is not iterator:
-            self._source = BatchSource(iterator, batches)
+            where = self.world.device, self.options.num_threads
+            self._source = copied_source(iterator, batches, self.features, *where)
         return self._source
 
     def data_state(self) -> Mapping[str, Any] | None:
@@ -343,7 +345,7 @@ class Trainer:
                 with self.precision():
                     sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
                 loss = weighted_mean(sums, step.weights)
-                with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction):
+                with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction), step.backward():
                     loss.backward()
             losses.append(loss.detach())
         total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
@@ -360,9 +362,7 @@ class Trainer:
 
     def precision(self) -> AbstractContextManager[object]:
         """Returns the context for a forward of the model."""
-        if self.autocast is None:
-            return nullcontext()
-        return autocast(self.world.device, self.autocast)
+        return nullcontext() if self.autocast is None else autocast(self.world.device, self.autocast)
 
     def _clip(self, step: Step) -> float | Tensor:
         """Scales the reduced dense gradients down to clip_norm and returns the factor."""

@@ -20,7 +20,7 @@ LANES = ("input", "upload", "route", "host", "rows", "gradients")
 class FakeStream:
     numbers = count()
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.stream_id = next(self.numbers) % NUM_STREAMS
 
 

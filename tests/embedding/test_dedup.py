@@ -1,7 +1,7 @@
 """The requester's dedup of a batch against the same in plain Python, for every group, rank and micro-batch.
 
-Fails, for example, if _Distinct.from_batch takes the keys of features in the order of the batch, if _split ignores the
-order of the micro-batches, if _cluster_lists numbers keys group by group, or if RequesterDedup.part gives a feature
+Fails, for example, if contiguous_keys takes the keys of features in the order of the batch, if _split ignores the
+order of the micro-batches, if _cluster_lists numbers keys group by group, or if HostOccurrences.part gives a feature
 without weights the ones that stand in for them.
 """
 
@@ -15,7 +15,7 @@ import torch
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
-from nestpipe.embedding.dedup import RequesterDedup, _cluster_lists, _Distinct, dedup_batch
+from nestpipe.embedding.dedup import RequesterDedup, _cluster_lists, _distinct, dedup_batch
 from nestpipe.embedding.group import FeatureGroups, group_features
 from nestpipe.embedding.optim import SGD, RowOptimizer
 from tests.store.native.key_batches import owner
@@ -121,13 +121,13 @@ def check_part(
     }
     rows = sorted(used, key=lambda item: (item[0], positions[item]))
     for f, name in enumerate(group.features):
-        part, table_keys = got.part(micro_batch, f), [key for t, key in rows if t == tables[name]]
+        part, table_keys = got.occurrences.part(micro_batch, f), [key for t, key in rows if t == tables[name]]
         flat = [key for keys in lists[name] for key in keys]
         padding = features.features[name].padding_key
         assert part.index.tolist() == [len(table_keys) if key == padding else table_keys.index(key) for key in flat]
         lengths = [len(keys) for keys in lists[name]]
         assert part.offsets[0] == 0
-        assert part.offsets.diff().tolist() == part.host_offsets.diff().tolist() == lengths
+        assert part.offsets.diff().tolist() == lengths
         weights = batch.keys[name].weights
         if weights is None:
             assert part.weights is None
@@ -183,7 +183,7 @@ def test_clustering_does_not_depend_on_groups(method: str, world_size: int) -> N
         got = dedup_batch(features, batch, 6, world_size, 1, Clustering(method))
         parts.append([inputs["number"].tolist() for inputs in got.inputs])
         lists, num_distinct = _cluster_lists(
-            features, [_Distinct.from_batch(group, batch, world_size, 1) for group in features.groups]
+            features, [_distinct(group, batch, world_size, 1) for group in features.groups]
         )
         numbers.append((num_distinct, [(jagged.values.tolist(), jagged.offsets.tolist()) for jagged in lists]))
     assert [len(features.groups) for features in groupings().values()] == [1, 2, 4]

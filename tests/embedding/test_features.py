@@ -1,7 +1,7 @@
 """The input of the model: rows at the occurrences of keys, of tables with and without a common group.
 
-Fails, for example, if Embeddings.table_rows takes the group's first table for every feature, or if RequesterDedup.part
-ignores that each earlier micro-batch has one offset more than samples.
+Fails, for example, if Embeddings.table_rows takes the group's first table for every feature, or if
+HostOccurrences.part ignores that each earlier micro-batch has one offset more than samples.
 """
 
 import pytest

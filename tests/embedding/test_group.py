@@ -128,6 +128,31 @@ def test_order_of_groups_tables_and_features() -> None:
     }
 
 
+def test_sets_of_features() -> None:
+    """Pooled features are in the order of the user, sequences in that of the group; one that is read by index is alone.
+    Fails if _feature_sets takes pooled features in the order of the group, or gathers sequences read by index."""
+    a, b = Table("a", 4), Table("b", 4)
+    (group,) = group_features(
+        {
+            "z": Sequence(b),
+            "y": Pooled(b),
+            "x": Sequence(a, by_index=True),
+            "w": Pooled(a),
+            "v": Sequence(b, by_index=True),
+            "u": Sequence(a),
+            "t": Pooled(b),
+        }
+    ).groups
+    named = [([group.features[f] for f in one.features], one.is_pooled) for one in group.feature_sets]
+    assert named == [(["y", "w", "t"], True), (["u", "z"], False), (["x"], False), (["v"], False)]
+    sets = [group.feature_sets for group in mixed().groups]
+    assert [[(one.features, one.is_pooled) for one in each] for each in sets] == [
+        [((2, 1), True), ((0, 3), False)],
+        [((1, 0), True)],
+        [((0,), True)],
+    ]
+
+
 def test_padding_of_features_that_share_a_table() -> None:
     """Padding belongs to a feature, and 0 is a key like any other. Fails if _group asks `if feature.padding_key`."""
     (group, *_) = mixed().groups

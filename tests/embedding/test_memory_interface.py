@@ -11,13 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nestpipe.data import Batch, Jagged
+from nestpipe.embedding.cluster import Clustering
+from nestpipe.embedding.dedup import BatchDedup, HostOccurrences, dedup_batch
 from nestpipe.embedding.device_memory import DeviceMemory
+from nestpipe.embedding.fused import GroupOccurrences
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
+from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.plan import message_unit
-from nestpipe.embedding.table import Pooled, Table
+from nestpipe.embedding.table import Pooled, Sequence, Table
 from nestpipe.kernels.rows.segments import Segments, make_segments
 
 CPU = torch.device("cpu")
@@ -231,6 +236,45 @@ def test_update(optimizer: RowOptimizer, slots: list[int] | None) -> None:
         dense = records[chosen]
         host.update(group, dense, None, gradient, 2, None)
         assert torch.equal(changed[0], records.index_copy(0, chosen, dense))
+
+
+def make_batch(num_samples: int) -> Batch:
+    lists = [[s % 3, 5 - s % 4] for s in range(num_samples)]
+    return Batch({name: Jagged.from_lists(lists) for name in ("x", "y")}, {"age": torch.arange(num_samples)})
+
+
+@pytest.mark.parametrize("clustering", [Clustering("none"), Clustering("spectral")], ids=lambda c: c.method)
+@pytest.mark.parametrize("batch", [make_batch(7), make_batch(0), None], ids=["batch", "empty", "none"])
+def test_batches(batch: Batch | None, clustering: Clustering) -> None:
+    """Either memory finds the same keys and rows. Fails if DeviceMemory.prepare_batch leaves out the clustering, or if
+    pack_batch forgets that there is no batch."""
+    features = group_features({"x": Pooled(Table("a", 2)), "y": Sequence(Table("b", 2))})
+    split = 3, 2, 1, clustering
+    expected = dedup_batch(features, batch, *split)
+    kinds = (BatchDedup, HostOccurrences), (PackedBatch, GroupOccurrences)
+    for memory, (prepared_kind, occurrences_kind) in zip(memories(), kinds, strict=True):
+        prepared = memory.prepare_batch(features, batch, *split)
+        assert isinstance(prepared, prepared_kind)
+        uploaded = memory.upload_batch(prepared)
+        assert uploaded.has_batch == expected.has_batch == (batch is not None)
+        assert (uploaded.num_samples, uploaded.weights) == (expected.num_samples, expected.weights)
+        for got, inputs in zip(uploaded.inputs, expected.inputs, strict=True):
+            assert {name: values.tolist() for name, values in got.items()} == {
+                name: values.tolist() for name, values in inputs.items()
+            }
+        for group, other in zip(uploaded.groups, expected.groups, strict=True):
+            assert isinstance(group.occurrences, occurrences_kind)
+            for name in ("keys", "counts", "uses", "row_positions", "is_first"):
+                assert torch.equal(getattr(group, name), getattr(other, name)), name
+            assert (group.row_counts.tolist(), group.row_offsets) == (other.row_counts.tolist(), other.row_offsets)
+
+
+@pytest.mark.parametrize("memory", memories(), ids=lambda memory: type(memory).__name__)
+def test_a_key_that_its_table_does_not_have(memory: Memory) -> None:
+    """Fails if PackedKeys.from_batch ignores what pack_keys returns."""
+    features = group_features({"x": Pooled(Table("a", 2, num_keys=5)), "y": Pooled(Table("b", 2))})
+    with pytest.raises(ValueError, match=r"feature 'x'.* 5"):
+        memory.prepare_batch(features, make_batch(4), 1, 1)
 
 
 def test_records() -> None:

@@ -29,6 +29,7 @@ from nestpipe.embedding.plan import (
     Plan,
     TravelList,
     _lay_out,
+    _rows_of_positions,
     make_plan,
     message_unit,
 )
@@ -114,7 +115,7 @@ class Rank:
             for f, t in enumerate(dedup.group.feature_tables.tolist()):
                 first = int(dedup.row_counts[i, :t].sum())
                 rows = dedup.row_positions[dedup.rows_of(i)][first : first + int(dedup.row_counts[i, t])]
-                for row in dedup.part(i, f).index.unique().tolist():
+                for row in dedup.occurrences.part(i, f).index.unique().tolist():
                     key = positions[int(rows[row])]
                     micro_batches[key] += [i] if i not in micro_batches[key] else []
         return micro_batches
@@ -254,6 +255,17 @@ def test_requesters_and_owners_agree(world: World, window: str) -> None:
     for rank in ranks:
         check_when(rank, window)
         check_owner(ranks, rank, window)
+
+
+@settings(max_examples=30, deadline=None)
+@given(world=worlds(), size=st.sampled_from([2, 3, 1536]))
+def test_rows_of_a_single_micro_batch(world: World, size: int) -> None:
+    """Rows are ordered by table, positions by owner. Fails if by_table of _rows_of_positions sums counts by owner."""
+    for batch in world.batches:
+        for dedup in dedup_batch(FEATURES, batch, 1, size).groups:
+            expected = torch.empty_like(dedup.row_positions)
+            expected[dedup.row_positions] = torch.arange(len(expected))
+            assert torch.equal(_rows_of_positions(dedup.counts.numpy()), expected)
 
 
 def row_of(key: Key, dim: int) -> list[float]:

@@ -1,6 +1,6 @@
 """I14: slot i of a table has the i-th owned key of the batch in route order: by requester, each in order of first use.
 
-Fails if _Distinct.from_batch sorts a requester's keys (`deduped.keys.sort()[0]`), or _exchange_keys those of an owner
+Fails if _distinct sorts a requester's keys (`deduped.keys.sort()[0]`), or _exchange_keys those of an owner
 (`distinct.sort()[0]`).
 """
 

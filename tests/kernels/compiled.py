@@ -14,7 +14,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nestpipe.kernels.attention.tiles import Tiles
-from nestpipe.kernels.rows import triton_copy, triton_segments, triton_updates
+from nestpipe.kernels.keys import triton_runs
+from nestpipe.kernels.keys.runs import Blocks, Runs, SortedKeys
+from nestpipe.kernels.rows import triton_copy, triton_pieces, triton_segments, triton_updates
 from nestpipe.kernels.softmax import triton_sampled_softmax
 from nestpipe.kernels.softmax.sampled_softmax import Work
 
@@ -22,6 +24,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -48,7 +51,8 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
     source = ASTSource(kernel, signature, constexprs, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with_slots = "with slots " if isinstance(values.get("slots"), Tensor) else ""
-    codes[f"{kernel.__name__} {with_slots}{signature[names[0]]}"] = compiled.asm["ptx"]
+    in_groups = "in groups " if kernel.__name__ == "sum_kernel" and values["SIZE"] is not None else ""
+    codes[f"{kernel.__name__} {with_slots}{in_groups}{signature[names[0]]}"] = compiled.asm["ptx"]
 
 
 JITFunction.run = compile_only
@@ -56,7 +60,9 @@ places, mask = torch.arange(8), torch.tensor(False)
 for dtype in (torch.float32, torch.float64):
     records, gradient = torch.zeros(8, 400, dtype=dtype), torch.zeros(8, 100, dtype=dtype)
     rows, state, both = records[:, :100], records[:, 100:200], records[:, 100:300]
-    triton_segments.sum_runs(gradient, places, gradient[0], places, (places, places), rows, places, 8, 128)
+    entries = gradient, places, gradient[0], places, (places, places), rows, 8
+    triton_segments.sum_runs(*entries, (1, 128), None)
+    triton_segments.sum_runs(*entries, (0, None), (26, 27))
     triton_updates.adam(rows, both, gradient, None, mask, 0.9, 0.99, 0.1, 1e-8)
     triton_updates.rowwise_adagrad(rows, state[:, :1], gradient, None, mask, 0.1, 1e-8)
     if dtype == torch.float32:
@@ -74,4 +80,10 @@ for dtype in (torch.float32, torch.bfloat16):
     triton_sampled_softmax.place(work, 0, 1, x, unit_negatives)
 triton_sampled_softmax.softmax(work, 0, 1, products)
 triton_sampled_softmax.gradients(work, 0, 1, x, x, unit_negatives)
+keys, marks = SortedKeys(places, places, places.short(), places, 3), Runs(places, places.int(), places.int())
+triton_runs.mark_runs(keys, marks)
+triton_runs.number_runs(keys, marks, marks.is_start, marks.is_start, places, places, places)
+triton_runs.describe(places, places, Blocks(*(torch.arange(n) for n in (8, 7, 7, 7, 7))), places, places)
+triton_pieces.count_pieces(places, places, 128, places)
+triton_pieces.find_pieces(places, places, torch.arange(9), 128, torch.stack([places, places]))
 print(json.dumps(codes))

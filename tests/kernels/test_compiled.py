@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 SAMPLED_SOFTMAX = ("place", "softmax", "gradients")
+WHOLE_NUMBERS = ("mark", "list", "number", "describe", "count", "piece")
 
 
 def check_sampled_softmax(codes: dict[str, str]) -> None:
@@ -24,18 +25,29 @@ def check_sampled_softmax(codes: dict[str, str]) -> None:
         assert all(".rn." in instruction for instruction in divides | roots), f"{kernel} does not round as IEEE does"
 
 
+def check_whole_numbers(codes: dict[str, str]) -> None:
+    """Checks the kernels that make plans of keys and of segments. They write every place once."""
+    assert len(codes) == 6
+    for kernel, code in codes.items():
+        assert not re.search(r"\b(atom|red|div|rem)\.", code), f"{kernel} uses atomic operations or divides"
+
+
+def taken(codes: dict[str, str], kernels: tuple[str, ...]) -> dict[str, str]:
+    return {kernel: codes.pop(kernel) for kernel in [*codes] if kernel.split("_")[0] in kernels}
+
+
 def test_machine_code(tmp_path: Path) -> None:
     """Fails if fused multiply-add is not switched off, divide is the operator, root is tl.sqrt, rowwise_adagrad has no
-    barrier, or VECTOR is 1."""
+    barrier, VECTOR is 1, or mark_kernel writes is_first_use by tl.atomic_xchg."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "tests.kernels.compiled"]
     root = Path(__file__).parents[2]
     finished = subprocess.run(command, cwd=root, env=environment, timeout=55, stdout=subprocess.PIPE, check=True)
     codes = json.loads(finished.stdout)
-    softmax_codes = {kernel: codes.pop(kernel) for kernel in [*codes] if kernel.split("_")[0] in SAMPLED_SOFTMAX}
-    check_sampled_softmax(softmax_codes)
-    assert len(codes) == 12
+    check_sampled_softmax(taken(codes, SAMPLED_SOFTMAX))
+    check_whole_numbers(taken(codes, WHOLE_NUMBERS))
+    assert len(codes) == 14
     for kernel, code in codes.items():
         assert not re.search(r"\b(fma|atom|red)\.", code), f"{kernel} uses fused or atomic operations"
         wide = "v4.b32" if kernel.endswith("fp32") else "v2.b64"

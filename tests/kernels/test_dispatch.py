@@ -25,15 +25,20 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
 import torch, nestpipe
+from nestpipe.kernels.keys import runs
 from nestpipe.kernels.rows import copy, pooling, segments, updates
 target = torch.zeros(3, 2)
 copy.copy_rows(torch.ones(1, 2), None, target, torch.tensor([2]))
 updates.sgd(target, target[:, :0], torch.ones(3, 2), 0.5)
-sums = pooling.pool([pooling.make_occurrences(torch.tensor([2, 0, 3]), torch.tensor([0, 2, 3]), None, 3)], [target])
+vectors = segments.make_segments(torch.tensor([2, 0, 3]), torch.tensor([0, 2, 3]))
+(sums,) = pooling.pool(pooling.DeviceOccurrences(vectors, None), target, 1)
 assert sums.tolist() == [[0.0, 0.0], [0.0, 0.0]] and target.tolist() == [[-0.5, -0.5], [-0.5, -0.5], [0.5, 0.5]]
+marked = runs.mark_runs(runs.SortedKeys(torch.tensor([4, 4, 9]), torch.tensor([0, 2, 1]), None, None, 1))
+assert marked.is_first_use.tolist() == [1, 1, 0]
 """
 NOT_IMPORTED = """
 import sys, nestpipe
+from nestpipe.kernels.keys import owners, runs
 from nestpipe.kernels.rows import copy, pooling, segments, updates
 assert "triton" not in sys.modules
 """
@@ -41,7 +46,7 @@ assert "triton" not in sys.modules
 
 @pytest.mark.parametrize("script", [WITHOUT_TRITON, NOT_IMPORTED])
 def test_without_triton(script: str) -> None:
-    """Fails if copy.py imports triton_copy at its top."""
+    """Fails if copy.py imports triton_copy at its top, or runs.py triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=50)
 

@@ -34,7 +34,8 @@ def evaluate(world: World, path: Path) -> dict[str, float]:
 def test_evaluates(name: str) -> None:
     for result in on_ranks(int(name[-1]), evaluate, FOLDER / name):
         assert result["steps"] == EXPECTED[name]["steps"]
-        assert result["metrics"] == EXPECTED[name]["metrics"]
+        # The last bits of a matrix product depend on the processor.
+        assert result["metrics"] == pytest.approx(EXPECTED[name]["metrics"], rel=1e-6)
 
 
 def load_and_go_on(world: World, path: Path, target: Path) -> tuple[str, str, str]:

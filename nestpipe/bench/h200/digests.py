@@ -32,7 +32,7 @@ def digest_records(world: World, quick: bool) -> Iterator[Record]:
     """
     shape = QUICK_SHAPE if quick else SHAPE
     steps = 3 if quick else STEPS
-    with _deterministic():
+    with deterministic():
         for dtype in DTYPES:
             expected = _digest(world, shape, steps, "serial", dtype)
             for schedule in SCHEDULES[1:]:
@@ -48,6 +48,12 @@ def digest_records(world: World, quick: bool) -> Iterator[Record]:
                     "digest": digest,
                     "digests_equal": int(digest == expected),
                 }
+
+
+def small_digest(world: World, schedule: str) -> str:
+    """Returns the digest of a small HSTU in bfloat16 after a few steps."""
+    with deterministic():
+        return _digest(world, QUICK_SHAPE, STEPS, schedule, "bfloat16")
 
 
 def _digest(world: World, shape: Shape, steps: int, schedule: str, dtype: str) -> str:
@@ -70,7 +76,7 @@ def _digest(world: World, shape: Shape, steps: int, schedule: str, dtype: str) -
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Has torch use deterministic algorithms. An operation that has none only warns; the digests then show it."""
     before = torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -20,7 +20,7 @@ from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
-from nestpipe.embedding.dedup import BatchDedup, dedup_batch
+from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import memory_on
@@ -107,7 +107,13 @@ def make_model(size: Size, shape: Shape, device: torch.device) -> nn.Module:
 
 
 def make_trainer(
-    world: World, size: Size, shape: Shape, features: dict[str, Feature], store: HostStore, schedule: str
+    world: World,
+    size: Size,
+    shape: Shape,
+    features: dict[str, Feature],
+    store: HostStore,
+    schedule: str,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
 ) -> Trainer:
     trainer = Trainer(
         make_model(size, shape, world.device),
@@ -115,7 +121,7 @@ def make_trainer(
         dense_optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
         world=world,
         schedule=schedule,
-        num_micro_batches=NUM_MICRO_BATCHES,
+        num_micro_batches=num_micro_batches,
         num_threads=size.num_threads,
         check_split=False,
         autocast=torch.bfloat16,
@@ -142,9 +148,9 @@ class DenseOnly:
         self.model = make_model(size, shape, world.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
         self.weight = batches[0].weights[""]
-        made = [dedup_batch(self.features, b, num_parts, 1, size.num_threads, BY_KEYS) for b in batches[:2]]
-        memory = memory_on(world.device)
-        self.batches = [memory.upload_batch(self.features, batch) for batch in made]
+        memory, split = memory_on(world.device), (num_parts, 1, size.num_threads, BY_KEYS)
+        made = [memory.prepare_batch(self.features, batch, *split) for batch in batches[:2]]
+        self.batches = [memory.upload_batch(batch) for batch in made]
         rows = torch.randn(shape.num_distinct, size.dim, device=world.device) * 0.02
         self.rows = [[rows[: b.groups[0].num_rows(i)].clone() for i in range(num_parts)] for b in self.batches]
 

@@ -13,17 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nestpipe.bench.h200.one_rank import mean_fields
+from nestpipe.bench.h200.preload import preload
 from nestpipe.bench.harness.keys import SKEW
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.distributed import Notice, World
-from nestpipe.embedding.dedup import dedup_batch
-from nestpipe.embedding.group import group_features
+from nestpipe.distributed import World
 from nestpipe.embedding.optim import Adagrad
-from nestpipe.embedding.resident import Growth
-from nestpipe.embedding.route import route_alone
 from nestpipe.embedding.table import Pooled, Table
-from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.store import HostStore, unique
 from nestpipe.train.fit_result import FitResult
 from nestpipe.train.trainer import Trainer
@@ -155,15 +151,5 @@ def _measured(world: World, size: Size, store: HostStore, batches: list[Batch], 
 
 def _preload(trainer: Trainer, size: Size, num_slots: int) -> None:
     """Gives the trainer a pool with the hottest keys, the hottest used last."""
-    pool = Pipeline(trainer.features, [], store=trainer.store, world=trainer.world, **vars(trainer.options)).pool
-    assert pool is not None
-    pool.open(trainer.store)
-    pool.grow(Growth((num_slots,), 0))
-    groups = group_features(trainer.features)
-    for ranks in torch.arange(num_slots).flip(0).split(1_000_000):
-        keys = _keys_of_ranks(ranks, size)
-        batch = Batch({"item": Jagged(keys, torch.tensor([0, len(keys)]))})
-        route = route_alone(dedup_batch(groups, batch, 1, 1, size.num_threads), Notice())
-        assert route is not None
-        pool.settle(pool.retrieve(route.owner_dedups), None)
-    trainer.pool = pool
+    pieces = torch.arange(num_slots).flip(0).split(1_000_000)
+    preload(trainer, [num_slots], ({"item": _keys_of_ranks(ranks, size)} for ranks in pieces))

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.bench.h200 import four_ranks, models, one_rank, pool, stages
+from nestpipe.bench.h200 import four_ranks, one_rank, pool, stages
+from nestpipe.bench.h200.models import run as models
 from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.report import Record
 from nestpipe.device.streams import default_device
@@ -23,21 +24,29 @@ def _in_this_process(measure: Callable[[World, bool], Iterator[Record]]) -> Part
 PARTS: dict[str, Part] = {
     "one-rank": _in_this_process(one_rank.records),
     "four-ranks": four_ranks.records,
-    "models": _in_this_process(models.records),
     "pool": _in_this_process(pool.records),
     "stages": _in_this_process(stages.records),
 }
 
+MODELS = "models"
+
 
 def records(
-    quick: bool, *, part: Annotated[str, typer.Option("--part", help=f"One of {', '.join(PARTS)}.")]
+    quick: bool,
+    *,
+    part: Annotated[str, typer.Option("--part", help=f"One of {', '.join((*PARTS, MODELS))}.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Only this model of part models: {', '.join(models.names())}.")
+    ] = None,
 ) -> Iterator[Record]:
-    if part not in PARTS:
-        raise ValueError(f"--part is {part!r}, must be one of {', '.join(PARTS)}")
+    if part not in (*PARTS, MODELS):
+        raise ValueError(f"--part is {part!r}, must be one of {', '.join((*PARTS, MODELS))}")
+    if model is not None and (part != MODELS or model not in models.names()):
+        raise ValueError(f"--model is {model!r}; with --part {MODELS} it may be {', '.join(models.names())}")
     device = default_device()
     if device == "cpu":
         raise ValueError("bench h200 needs an accelerator, and torch finds none here")
-    return PARTS[part](device, quick)
+    return models.records(World(device=device), quick, model) if part == MODELS else PARTS[part](device, quick)
 
 
 BENCHMARK = Benchmark(

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.data.dataset import Dataset, check_positions
-from nestpipe.data.synthetic.draws import Floats, Words, normal, stream, zipf_quantiles, zipf_values
+from nestpipe.data.synthetic.draws import Floats, Words, normal, stream, streams, zipf_quantiles, zipf_values
 
 NUM_DENSE = 13
 # The first 10 fields describe the user, the others what is shown.
@@ -62,14 +62,14 @@ class ClickData(Dataset):
         check_positions(first, count, self.num_samples)
         positions = np.arange(first, first + count, dtype=np.uint64)
         keys = self._keys(positions)
-        dense = [normal(stream(f"dense {i}", self.seed, positions)) for i in range(NUM_DENSE)]
+        dense = normal(streams([f"dense {i}" for i in range(NUM_DENSE)], self.seed, positions))
         probability = self._probability(keys, dense)
         click = (stream("click", self.seed, positions) >> 40) * 2.0**-24 < probability
         offsets = torch.arange(count + 1)
         return Batch(
             {name: Jagged(torch.from_numpy(row), offsets) for name, row in zip(self.feature_names, keys, strict=True)},
             {
-                "dense": torch.from_numpy(np.stack(dense, axis=1).astype(np.float32)),
+                "dense": torch.from_numpy(np.ascontiguousarray(dense.T, dtype=np.float32)),
                 "click": torch.from_numpy(click.astype(np.float32)),
                 "click_probability": torch.from_numpy(probability),
             },
@@ -78,17 +78,13 @@ class ClickData(Dataset):
     def _keys(self, positions: Words) -> NDArray[np.int64]:
         """[fields, samples]"""
         sessions = positions // BLOCK * SESSIONS + stream("session", self.seed, positions) % SESSIONS
-        values = np.empty((len(NUM_VALUES), len(positions)), dtype=np.uint64)
-        for field in range(len(NUM_VALUES)):
-            units = sessions if field < NUM_USER_FIELDS else positions
-            values[field] = self._values(field, units) + (field << 32)
+        fields = np.arange(len(NUM_VALUES))
+        units = np.where(fields[:, None] < NUM_USER_FIELDS, sessions, positions)
+        words = streams([f"value {field}" for field in fields], self.seed, units)
+        values = zipf_values(self._quantiles, words) + (fields.astype(np.uint64) << 32)[:, None]
         return (stream("key", 0, values) >> 1).view(np.int64)
 
-    def _values(self, field: int, units: Words) -> Words:
-        """Returns a value of the field for each unit. Value 0 is the most frequent."""
-        return zipf_values(self._quantiles[field], stream(f"value {field}", self.seed, units))
-
-    def _probability(self, keys: NDArray[np.int64], dense: list[Floats]) -> NDArray[np.float32]:
+    def _probability(self, keys: NDArray[np.int64], dense: Floats) -> NDArray[np.float32]:
         """Adds field by field, because the order of numpy's reductions may depend on the number of samples."""
         words = keys.view(np.uint64)
         logit = np.full(words.shape[1], self.BIAS)

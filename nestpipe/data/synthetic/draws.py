@@ -1,5 +1,7 @@
 """Random draws by number: each word of a stream is a function of the seed and its number."""
 
+from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
@@ -14,8 +16,18 @@ _CELL_BITS = 16
 
 def stream(purpose: str, seed: int, units: NDArray[np.integer]) -> Words:
     """Returns the words numbered `units` of the splitmix64 sequence that begins at a hash of (seed, purpose)."""
-    start = int.from_bytes(blake2b(f"{seed} {purpose}".encode(), digest_size=8).digest(), "little")
-    return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(start))
+    return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + _start(purpose, seed))
+
+
+def streams(purposes: Sequence[str], seed: int, units: NDArray[np.integer]) -> Words:
+    """Returns the words of several streams, [purposes, n]. units: [n] for all, or [purposes, n]."""
+    starts = np.array([_start(purpose, seed) for purpose in purposes], dtype=np.uint64)
+    return _mix(units.astype(np.uint64) * np.uint64(_GOLDEN) + starts[:, None])
+
+
+@cache
+def _start(purpose: str, seed: int) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(f"{seed} {purpose}".encode(), digest_size=8).digest(), "little"))
 
 
 def following(starts: Words, counts: NDArray[np.int64]) -> Words:
@@ -34,8 +46,11 @@ def zipf_quantiles(num_values: int, skew: float) -> Words:
 
 
 def zipf_values(quantiles: Words, words: Words) -> Words:
-    """Returns a value for each word, from its highest 16 and its lowest 32 bits."""
+    """Returns a value for each word, from its highest 16 and its lowest 32 bits. Several distributions [k, places] draw
+    from words [k, n]."""
     cell = (words >> (64 - _CELL_BITS)).view(np.int64)
+    if quantiles.ndim == 2:
+        cell += np.arange(len(quantiles))[:, None] * quantiles.shape[1]
     low = quantiles.take(cell)
     num_in_cell = quantiles.take(cell + 1) - low
     # In the tail a cell has many values, which are taken as equally likely.

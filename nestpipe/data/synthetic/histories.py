@@ -1,5 +1,6 @@
 """Synthetic histories that a model can learn: users have interests, items lead to others, sessions begin and end."""
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,11 +157,21 @@ class HistoryData(Dataset):
         """Returns [n, max_length + 1] items of the history, then the target, then 0."""
         items = np.zeros((len(positions), self.shape.max_length + 1), np.int64)
         users = self.user_interests(positions)
-        for place in range(int(lengths.max(initial=-1)) + 1):
+        # All that does not depend on the item before is drawn for all places at once.
+        num_places = int(lengths.max(initial=-1)) + 1
+        first_draws = _Draws(self.seed, 0, _units(positions[:, None], np.arange(num_places)))
+        first_others = self._others(first_draws, users[:, None], begins[:, :num_places])
+        for place in range(num_places):
             pending, attempt = np.flatnonzero(lengths >= place), 0
             while len(pending) > 0:
-                draws = _Draws(self.seed, attempt, positions[pending], place)
-                drawn = self._drawn(draws, users[pending], items[pending, place - 1], begins[pending, place])
+                if attempt == 0:
+                    draws, others = first_draws.at(pending, place), first_others[pending, place]
+                else:
+                    draws = _Draws(self.seed, attempt, _units(positions[pending], np.array(place)))
+                    others = self._others(draws, users[pending], begins[pending, place])
+                following = self._following(draws, users[pending], items[pending, place - 1])
+                follows = (draws.way < self.shape.follow) & ~begins[pending, place, None]
+                drawn = np.where(follows, following, others)
                 had = (drawn[:, :, None] == items[pending, None, :place]).any(axis=2)
                 which = np.argmin(had, axis=1)
                 is_new = ~had[np.arange(len(pending)), which]
@@ -168,33 +179,44 @@ class HistoryData(Dataset):
                 pending, attempt = pending[~is_new], attempt + 1
         return items
 
-    def _drawn(self, draws: "_Draws", users: Numbers, before: Numbers, begins: NDArray[np.bool_]) -> Numbers:
-        """Returns [n, ATTEMPTS] candidates for users of these interests, after the items `before`."""
+    def _others(self, draws: "_Draws", users: Numbers, begins: NDArray[np.bool_]) -> Numbers:
+        """Returns candidates [..., ATTEMPTS] for users of these interests, where they do not follow an item before."""
         shape = self.shape
-        way = np.where(begins[:, None], shape.follow + draws.way * (1 - shape.follow), draws.way)
-        interest = users[np.arange(len(users))[:, None], draws.interest(shape.interests_a_user)]
+        way = np.where(begins[..., None], shape.follow + draws.way * (1 - shape.follow), draws.way)
+        of_user = draws.interest(shape.interests_a_user)
+        interest = np.take_along_axis(np.broadcast_to(users, (*of_user.shape[:-1], users.shape[-1])), of_user, axis=-1)
         by_interest = self._by_interest.take(interest, draws.item)
-        cells = self.leads_to[before][:, None] * shape.num_interests + users
-        following = self._by_cell.take_from_union(cells, draws.cell, draws.item)
         popular = self._by_popularity.take(np.zeros_like(interest), draws.item)
-        others = np.where(way < shape.follow + shape.interest, by_interest, popular)
-        return np.where(way < shape.follow, following, others)
+        return np.where(way < shape.follow + shape.interest, by_interest, popular)
+
+    def _following(self, draws: "_Draws", users: Numbers, before: Numbers) -> Numbers:
+        """Returns candidates [n, ATTEMPTS] for users of these interests that follow the items `before`."""
+        cells = self.leads_to[before][:, None] * self.shape.num_interests + users
+        return self._by_cell.take_from_union(cells, draws.cell, draws.item)
 
 
 class _Draws:
-    """Random numbers [n, ATTEMPTS] for one place of each history, in one round of attempts."""
+    """Random numbers [..., ATTEMPTS] for places of histories, in one round of attempts."""
 
-    def __init__(self, seed: int, attempt: int, positions: Words, place: int) -> None:
-        units = _units(_units(positions, np.array(place))[:, None], np.arange(ATTEMPTS), ATTEMPTS)
-        words = stream(f"way {attempt}", seed, units)
-        self.way = (words >> 40).astype(np.float64) * 2.0**-24
-        self.cell = (words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
-        self._low = words & 0xFFFF
+    def __init__(self, seed: int, attempt: int, places: Words) -> None:
+        units = _units(places[..., None], np.arange(ATTEMPTS), ATTEMPTS)
+        self._words = stream(f"way {attempt}", seed, units)
+        self.way = (self._words >> 40).astype(np.float64) * 2.0**-24
         self.item = uniform(stream(f"item {attempt}", seed, units))
+
+    @property
+    def cell(self) -> Floats:
+        return (self._words >> 16 & 0xFFFFFF).astype(np.float64) * 2.0**-24
 
     def interest(self, num_interests: int) -> Numbers:
         """Returns the index of one of a user's interests."""
-        return (self._low % np.uint64(num_interests)).astype(np.int64)
+        return ((self._words & 0xFFFF) % np.uint64(num_interests)).astype(np.int64)
+
+    def at(self, users: Numbers, place: int) -> "_Draws":
+        """Returns the numbers of some users at one place."""
+        draws = copy(self)
+        draws._words, draws.way, draws.item = (a[users, place] for a in (self._words, self.way, self.item))
+        return draws
 
 
 class _Shelf:

@@ -1,90 +1,155 @@
-"""Pooling of rows by sample on a device, and its backward; nestpipe/embedding/pooling.py does it in host memory.
+"""Rows at the occurrences of keys on a device, and the backward; nestpipe/embedding/pooling.py does it in host memory.
 
-In host memory the backward goes through the samples and adds to rows. On a device many programs work at once, so it
-goes through the rows, whose occurrences come with the batch.
+One launch serves several features whose rows lie in one array. In host memory the backward goes through the samples and
+adds to rows. On a device many programs work at once, so it goes through the rows, whose occurrences come with a batch.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestpipe.kernels.rows.segments import Segments, by_row, check_index, make_segments, one_each, sum_segments
+from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 
 @dataclass(frozen=True)
 class DeviceOccurrences:
-    """The rows of each sample, and the samples of each row."""
+    """The rows of each output vector, and the vectors that each row is part of."""
 
-    samples: Segments
+    vectors: Segments
+    """Rows of each output vector."""
     rows: Segments | None
-    """Samples of each row; None if the rows are not trained."""
+    """Vectors of each row; None if the rows are not trained."""
     weights: Tensor | None = None
-    """Weights [n] of the occurrences, in the rows' dtype and in the order of `samples`; None if all are 1."""
+    """Weights [n] of the occurrences, in the rows' dtype and in the order of `vectors`; None if all are 1."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "DeviceOccurrences":
         rows = None if self.rows is None else self.rows.map(function)
         weights = None if self.weights is None else function(self.weights)
-        return DeviceOccurrences(self.samples.map(function), rows, weights)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "DeviceOccurrences":
-        return self.map(lambda array: array.to(device, non_blocking=non_blocking))
+        return DeviceOccurrences(self.vectors.map(function), rows, weights)
 
 
-def make_occurrences(
-    index: Tensor, offsets: Tensor | None, weights: Tensor | None, num_rows: int, is_trained: bool = True
-) -> DeviceOccurrences:
-    """Makes occurrences from arrays in host memory, which nestpipe.embedding.pooling.Occurrences describes."""
-    if not is_trained:  # otherwise by_row checks it
-        check_index(index, num_rows)
-    if weights is not None and weights.shape != index.shape:
-        raise ValueError(f"there are {list(weights.shape)} weights for {list(index.shape)} occurrences")
-    samples = one_each(index) if offsets is None else make_segments(index, offsets)
-    rows = by_row(index, offsets, num_rows, weights is not None) if is_trained else None
-    return DeviceOccurrences(samples, rows, weights)
+def pool(occurrences: DeviceOccurrences, rows: Tensor, num_features: int) -> tuple[Tensor, ...]:
+    """Returns [num_samples, dim] for each feature: the sums of a sample's rows.
+
+    Vector sample * num_features + feature is that of a feature and a sample. The results are views of one array.
+    """
+    return _apply(_SideBySide(num_features, is_joined=False), occurrences, rows)
 
 
-def pool(features: Sequence[DeviceOccurrences], row_arrays: Sequence[Tensor]) -> Tensor:
-    """Returns [num_samples, sum of dims]: for each sample the sum of its rows, one feature after the other."""
-    if len({rows.dtype for rows in row_arrays}) != 1:
-        raise ValueError("features stand side by side only if there is one at least, and all have the same dtype")
-    for occurrences, rows in zip(features, row_arrays, strict=True):
-        is_made = occurrences.rows is not None and occurrences.rows.num_segments == len(rows)
-        if rows.requires_grad and not is_made:
-            raise ValueError(
-                f"an array of {len(rows)} rows is trained, but its occurrences were not made for that; make them with "
-                "is_trained=True"
-            )
-    pooled: Tensor = _Pool.apply(features, *row_arrays)  # type: ignore[no-untyped-call]
-    return pooled
+def pool_joined(occurrences: DeviceOccurrences, rows: Tensor, num_features: int) -> Tensor:
+    """Returns the results of `pool` side by side: [num_samples, num_features * dim]."""
+    (joined,) = _apply(_SideBySide(num_features, is_joined=True), occurrences, rows)
+    return joined
 
 
-class _Pool(torch.autograd.Function):
+def gather(occurrences: DeviceOccurrences, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Returns [size, dim] for each feature: its vectors, which lie one feature after the other."""
+    return _apply(_OneAfterAnother(tuple(sizes)), occurrences, rows)
+
+
+def _apply(layout: "_Layout", occurrences: DeviceOccurrences, rows: Tensor) -> tuple[Tensor, ...]:
+    is_made = occurrences.rows is not None and occurrences.rows.num_segments == len(rows)
+    if rows.requires_grad and not is_made:
+        raise ValueError(f"an array of {len(rows)} rows is trained, but its occurrences were not made for that")
+    outputs: tuple[Tensor, ...] = _Sums.apply(layout, occurrences, rows)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Layout(Protocol):
+    """How the vectors of several features lie in one array."""
+
+    def split(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the outputs, which are views."""
+
+    def join(self, gradients: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        """Returns the gradients of all vectors as rows of one array, and their spacing, as of sum_segments. like: the
+        array of rows."""
+
+
+@dataclass(frozen=True)
+class _SideBySide:
+    """The vectors of a sample lie side by side."""
+
+    num_features: int
+    is_joined: bool
+    """True if there is one output for all features."""
+
+    def split(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        by_sample = vectors.view(-1, self.num_features * vectors.shape[1])
+        if self.is_joined or self.num_features == 1:
+            return (by_sample,)
+        columns: tuple[Tensor, ...] = by_sample.split(vectors.shape[1], dim=1)
+        return columns
+
+    def join(self, gradients: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        dim, number = like.shape[1], self.num_features
+        given = [gradient for gradient in gradients if gradient is not None]
+        if len(given) == len(gradients) and _are_columns(given, dim):
+            # A step of a sample is a multiple of dim, so the vectors are rows of a larger array: nothing is copied.
+            first, distance = given[0], given[0].stride(0) // dim
+            num_rows = (len(first) - 1) * distance + number
+            return first.as_strided((num_rows, dim), (dim, 1)), None if distance == number else (number, distance)
+        if self.is_joined:
+            return given[0].contiguous().view(-1, dim), None
+        zeros = torch.zeros_like(given[0])
+        parts = [zeros if gradient is None else gradient for gradient in gradients]
+        return torch.stack(parts, dim=1).view(-1, dim), None
+
+
+def _are_columns(arrays: Sequence[Tensor], dim: int) -> bool:
+    """Returns whether arrays are columns of a wider one, side by side, whose width is a multiple of dim."""
+    first = arrays[0]
+    if len(first) < 2 or first.stride(1) != 1 or first.stride(0) < first.shape[1] or first.stride(0) % dim != 0:
+        return False
+    memory, step = first.untyped_storage().data_ptr(), first.shape[1]
+    return all(
+        array.stride() == first.stride()
+        and array.untyped_storage().data_ptr() == memory
+        and array.storage_offset() == first.storage_offset() + i * step
+        for i, array in enumerate(arrays)
+    )
+
+
+@dataclass(frozen=True)
+class _OneAfterAnother:
+    """The vectors of a feature lie one after another."""
+
+    sizes: tuple[int, ...]
+
+    def split(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = vectors.split(self.sizes)
+        return parts if len(parts) > 1 else (vectors,)
+
+    def join(self, gradients: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+        pairs = zip(gradients, self.sizes, strict=True)
+        parts = [like.new_zeros(size, like.shape[1]) if part is None else part for part, size in pairs]
+        gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
+        is_readable = gradient.stride(1) == 1 and gradient.stride(0) >= gradient.shape[1]
+        return gradient if is_readable else gradient.clone(memory_format=torch.contiguous_format), None
+
+
+class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Sequence[DeviceOccurrences], *row_arrays: Tensor) -> Tensor:
-        ctx.features = features
-        ctx.dims = [rows.shape[1] for rows in row_arrays]
-        out = row_arrays[0].new_empty(features[0].samples.num_segments, sum(ctx.dims))
-        for occurrences, rows, columns in zip(features, row_arrays, out.split(ctx.dims, dim=1), strict=True):
-            sum_segments(rows, occurrences.samples, occurrences.weights, columns)
-        return out
+    def forward(ctx: Any, layout: _Layout, occurrences: DeviceOccurrences, rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.occurrences = layout, occurrences
+        ctx.like = rows.new_empty(0, rows.shape[1])
+        vectors = rows.new_empty(occurrences.vectors.num_segments, rows.shape[1])
+        sum_segments(rows, occurrences.vectors, occurrences.weights, vectors)
+        return layout.split(vectors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-        row_gradients: list[Tensor | None] = [None]
-        for occurrences, columns, is_trained in zip(
-            ctx.features, gradient.split(ctx.dims, dim=1), ctx.needs_input_grad[1:], strict=True
-        ):
-            if not is_trained:
-                row_gradients.append(None)
-                continue
-            d_rows = gradient.new_empty(occurrences.rows.num_segments, columns.shape[1])
-            sum_segments(columns, occurrences.rows, occurrences.weights, d_rows)
-            row_gradients.append(d_rows)
-        return tuple(row_gradients)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(gradient is None for gradient in gradients) or not ctx.needs_input_grad[2]:
+            return None, None, None
+        gradient, spacing = ctx.layout.join(gradients, ctx.like)
+        occurrences: DeviceOccurrences = ctx.occurrences
+        assert occurrences.rows is not None
+        d_rows = gradient.new_empty(occurrences.rows.num_segments, gradient.shape[1])
+        sum_segments(gradient, occurrences.rows, occurrences.weights, d_rows, spacing)
+        return None, None, d_rows

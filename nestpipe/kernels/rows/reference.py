@@ -46,33 +46,59 @@ def sum_runs(
     weight_places: Tensor | None,
     bounds: tuple[Tensor, Tensor] | None,
     out: Tensor,
-    to_places: Tensor | None,
     num_runs: int,
-    longest: int | None,
+    limits: tuple[int, int | None],
+    spacing: tuple[int, int] | None,
 ) -> None:
-    """Writes to out[to_places[r]] the sum of run r, entries bounds[0][r] .. bounds[1][r] - 1, one after another.
+    """Writes to out[r] the sum of run r, entries bounds[0][r] .. bounds[1][r] - 1, one after another.
 
-    All runs advance together. Runs longer than `longest` are left out.
+    All runs advance together. Runs shorter or longer than `limits` are left out.
     """
     runs = torch.arange(num_runs, device=values.device)
     first, lengths = (runs, torch.ones_like(runs)) if bounds is None else (bounds[0], bounds[1] - bounds[0])
-    if longest is not None:
-        runs = (lengths <= longest).nonzero().flatten()
+    shortest, longest = limits
+    if shortest > 0 or longest is not None:
+        fits = lengths >= shortest
+        runs = (fits if longest is None else fits & (lengths <= longest)).nonzero().flatten()
         first, lengths = first[runs], lengths[runs]
     padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
     totals = values.new_zeros(len(runs), values.shape[1])
     unfinished = torch.arange(len(runs), device=values.device)
     i = 0
     while len(unfinished := unfinished[lengths[unfinished] > i]) > 0:
-        totals[unfinished] += _entries(padded, order, weights, weight_places, first[unfinished] + i)
+        totals[unfinished] += _entries(padded, order, weights, weight_places, first[unfinished] + i, spacing)
         i += 1
-    out.index_copy_(0, runs if to_places is None else to_places[runs], totals)
+    out.index_copy_(0, runs, totals)
+
+
+def count_pieces(starts: Tensor, ends: Tensor, size: int, counts: Tensor) -> None:
+    """Writes the number of pieces of each segment; 0 if it is no longer than one."""
+    lengths = ends - starts
+    counts.copy_(torch.where(lengths > size, (lengths + size - 1) // size, 0))
+
+
+def find_pieces(starts: Tensor, ends: Tensor, offsets: Tensor, size: int, bounds: Tensor) -> None:
+    """Writes the first entry and the end of each piece; zeros for pieces beyond the last. offsets: of the pieces of
+    each segment."""
+    numbers = torch.arange(bounds.shape[1], device=starts.device)
+    owners = torch.searchsorted(offsets[1:], numbers, right=True).clamp_(max=len(starts) - 1)
+    begin = starts[owners] + size * (numbers - offsets[owners])
+    end = torch.minimum(begin + size, ends[owners])
+    bounds.copy_(torch.where(numbers < offsets[-1], torch.stack([begin, end]), 0))
 
 
 def _entries(
-    padded: Tensor, order: Tensor | None, weights: Tensor | None, weight_places: Tensor | None, entries: Tensor
+    padded: Tensor,
+    order: Tensor | None,
+    weights: Tensor | None,
+    weight_places: Tensor | None,
+    entries: Tensor,
+    spacing: tuple[int, int] | None,
 ) -> Tensor:
     places = entries if order is None else order[entries]
+    if spacing is not None:
+        spaced = places // spacing[0] * spacing[1] + places % spacing[0]
+        places = torch.where(places == len(padded) - 1, places, spaced)  # padding stays what it is
     if weights is None:
         return padded[places]
     weight = weights[entries if weight_places is None else weight_places[entries]]

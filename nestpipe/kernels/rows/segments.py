@@ -2,8 +2,7 @@
 
 An entry names a row of `values` and may have a weight. A segment is a run of consecutive entries. Entries are summed
 one after another, PIECE entries at a time; then the sums of the pieces are added, one after another. Several programs
-can therefore share a segment of many pieces, such as the gradients of a hot key. The launch
-must know which segments are long without waiting for the device, so the host finds them when it makes the offsets.
+can therefore share a segment of many pieces, such as the gradients of a hot key.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from nestpipe.kernels.checks import check_numbers, check_reachable, check_rows, check_shape, check_written
 from nestpipe.kernels.dispatch import runs_triton
-from nestpipe.store import group_by_row
 
 PIECE = 128
 """Entries that are summed one after another."""
@@ -25,15 +23,14 @@ class Pieces:
     """The pieces of those segments that have several."""
 
     starts: Tensor
-    """First entry of each piece, [num_pieces]."""
+    """First entry of each piece, [num_pieces]. There may be empty pieces at the end."""
     ends: Tensor
-    segments: Tensor
-    """Segments that have several pieces, [num_long]."""
-    offsets: Tensor
-    """Long segment i has pieces offsets[i]:offsets[i + 1]; [num_long + 1]."""
+    firsts: Tensor
+    """Segment s has pieces firsts[s]:lasts[s], none if it is short; [num_segments]."""
+    lasts: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Pieces":
-        return Pieces(*(function(array) for array in (self.starts, self.ends, self.segments, self.offsets)))
+        return Pieces(*(function(array) for array in (self.starts, self.ends, self.firsts, self.lasts)))
 
 
 @dataclass(frozen=True)
@@ -45,27 +42,38 @@ class Segments:
     """Row of each entry, [n]; len(values) stands for padding, which is no row. None if entry j has row j."""
     offsets: Tensor | None = None
     """Segment s has entries offsets[s]:offsets[s + 1]; [num_segments + 1]. None if segment s has entry s only."""
+    ends: Tensor | None = None
+    """End of each segment, [num_segments], if the next one does not begin there."""
     weight_places: Tensor | None = None
     """Place of each entry's weight, [n]. None if entry j has weight j."""
     pieces: Pieces | None = None
     """Pieces of long segments; None if no segment has more than one piece."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Segments":
-        arrays = self.order, self.offsets, self.weight_places
-        order, offsets, weight_places = (None if array is None else function(array) for array in arrays)
+        arrays = self.order, self.offsets, self.ends, self.weight_places
+        order, offsets, ends, weight_places = (None if array is None else function(array) for array in arrays)
         pieces = None if self.pieces is None else self.pieces.map(function)
-        return Segments(self.num_segments, order, offsets, weight_places, pieces)
+        return Segments(self.num_segments, order, offsets, ends, weight_places, pieces)
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor] | None:
+        """Returns the first entry and the end of each segment; None if segment s has entry s only."""
+        if self.offsets is None:
+            return None
+        return self.offsets[: self.num_segments], self.offsets[1:] if self.ends is None else self.ends
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Segments":
         return self.map(lambda array: array.to(device, non_blocking=non_blocking))
 
 
 def make_segments(order: Tensor | None, offsets: Tensor, weight_places: Tensor | None = None) -> Segments:
-    """Makes segments from arrays in host memory."""
+    """Makes segments from arrays in host memory: segment s has entries offsets[s]:offsets[s + 1]."""
     check_numbers("offsets", offsets, len(offsets))
     if order is not None:
         check_numbers("order", order, int(offsets[-1]))
-    return Segments(len(offsets) - 1, order, offsets, weight_places, _pieces(offsets))
+    has_long = len(offsets) > 1 and int(offsets.diff().max()) > PIECE
+    pieces = make_pieces(offsets[:-1], offsets[1:], int(offsets[-1])) if has_long else None
+    return Segments(len(offsets) - 1, order, offsets, None, weight_places, pieces)
 
 
 def one_each(order: Tensor) -> Segments:
@@ -73,44 +81,29 @@ def one_each(order: Tensor) -> Segments:
     return Segments(len(order), order)
 
 
-def _pieces(offsets: Tensor) -> Pieces | None:
-    segments = (offsets.diff() > PIECE).nonzero().flatten()
-    if len(segments) == 0:
-        return None
-    first, end = offsets[segments], offsets[segments + 1]
-    counts = (end - first + PIECE - 1) // PIECE
-    piece_offsets = _offsets(counts)
-    owners = torch.repeat_interleave(counts)  # the long segment of each piece
-    starts = first[owners] + PIECE * (torch.arange(len(owners)) - piece_offsets[owners])
-    return Pieces(starts, torch.minimum(starts + PIECE, end[owners]), segments, piece_offsets)
+def make_pieces(starts: Tensor, ends: Tensor, num_entries: int) -> Pieces:
+    """Cuts long segments into pieces. Waits for no device: the number of pieces is bounded by that of the entries."""
+    if runs_triton(starts):
+        from nestpipe.kernels.rows.triton_pieces import count_pieces, find_pieces
+    else:
+        from nestpipe.kernels.rows.reference import count_pieces, find_pieces
+    counts, offsets = torch.empty_like(starts), torch.zeros(len(starts) + 1, dtype=torch.int64, device=starts.device)
+    count_pieces(starts, ends, PIECE, counts)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    most_pieces = 2 * (num_entries // PIECE)  # a long segment has at most one piece that is not full
+    bounds = torch.empty(2, most_pieces, dtype=torch.int64, device=starts.device)
+    if most_pieces > 0:
+        find_pieces(starts, ends, offsets, PIECE, bounds)
+    return Pieces(bounds[0], bounds[1], offsets[:-1], offsets[1:])
 
 
-def by_row(index: Tensor, offsets: Tensor | None, num_rows: int, has_weights: bool = False) -> Segments:
-    """Makes the segments of a backward: for each row its samples, in the order of occurrences, without padding.
-
-    The arrays are in host memory. Occurrence i has row index[i], or is padding if that is num_rows. offsets are those
-    of the samples, as in Segments.
-    """
-    check_numbers("index", index, len(index))
-    row_offsets, occurrences, samples = group_by_row(index, offsets, num_rows, with_occurrences=has_weights)
-    return Segments(num_rows, samples, row_offsets, occurrences, _pieces(row_offsets))
-
-
-def check_index(index: Tensor, num_rows: int) -> None:
-    """Checks that rows are in range: a device would read other memory without an error."""
-    check_numbers("index", index, len(index))
-    if len(index) > 0 and not (int(index.min()) >= 0 and int(index.max()) <= num_rows):
-        raise ValueError(f"index has values outside 0 .. {num_rows}, the rows and, one beyond them, padding")
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def sum_segments(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor) -> None:
+def sum_segments(
+    values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor, spacing: tuple[int, int] | None = None
+) -> None:
     """Writes to out[s] the sum of weight * row over the entries of segment s, or zeros if it has no entries.
 
     weights: [n] in the rows' dtype; None if all are 1. A sum starts from zero and runs in the order of the module.
+    spacing: (size, distance) if rows lie in groups of `size`, one group in every `distance` rows of values.
     """
     _check(values, segments, weights, out)
     if segments.num_segments == 0:
@@ -120,15 +113,15 @@ def sum_segments(values: Tensor, segments: Segments, weights: Tensor | None, out
     else:
         from nestpipe.kernels.rows.reference import sum_runs
     entries = values, segments.order, weights, segments.weight_places
-    bounds = None if segments.offsets is None else (segments.offsets[:-1], segments.offsets[1:])
     pieces = segments.pieces
-    sum_runs(*entries, bounds, out, None, segments.num_segments, None if pieces is None else PIECE)
-    if pieces is None:
+    limits = (0, None) if pieces is None else (0, PIECE)
+    sum_runs(*entries, segments.bounds, out, segments.num_segments, limits, spacing)
+    if pieces is None or len(pieces.starts) == 0:
         return
     sums = torch.empty(len(pieces.starts), values.shape[1], dtype=values.dtype, device=values.device)
-    sum_runs(*entries, (pieces.starts, pieces.ends), sums, None, len(sums), None)
-    bounds = pieces.offsets[:-1], pieces.offsets[1:]
-    sum_runs(sums, None, None, None, bounds, out, pieces.segments, len(pieces.segments), None)
+    sum_runs(*entries, (pieces.starts, pieces.ends), sums, len(sums), (0, None), spacing)
+    bounds = pieces.firsts, pieces.lasts
+    sum_runs(sums, None, None, None, bounds, out, segments.num_segments, (1, None), None)
 
 
 def _check(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor) -> None:

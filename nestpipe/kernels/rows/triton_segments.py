@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestpipe.kernels.rows.triton_copy import places_of
 from nestpipe.kernels.triton_tiles import RowTiles, elements, larger, launch, tile_of, vector
 
 _SIZE = 1024
@@ -14,8 +13,8 @@ _COUNTS = ["num_runs", "num_values", "value_stride", "out_stride"]
 
 
 @triton.jit
-def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
-    """Returns the first entry and the length of each run; length -1 if it does not exist or is longer than LONGEST."""
+def run_bounds(runs, starts, ends, num_runs, SHORTEST: tl.constexpr, LONGEST: tl.constexpr):
+    """Returns the first entry and the length of each run; length -1 if it does not exist or is left out."""
     exists = runs < num_runs
     if starts is None:
         first = runs
@@ -23,6 +22,8 @@ def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
     else:
         first = tl.load(starts + runs, mask=exists, other=0)
         length = tl.load(ends + runs, mask=exists, other=-1) - first
+    if SHORTEST > 0:
+        length = tl.where(length >= SHORTEST, length, -1)
     if LONGEST is not None:
         length = tl.where(length <= LONGEST, length, -1)
     return first, length
@@ -30,13 +31,12 @@ def run_bounds(runs, starts, ends, num_runs, LONGEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sum_kernel(
-    values, order, weights, weight_places, starts, ends, out, to_places, num_runs, num_values, value_stride,
-    out_stride,
-    LONGEST: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    values, order, weights, weight_places, starts, ends, out, num_runs, num_values, value_stride, out_stride,
+    SIZE: tl.constexpr, DISTANCE: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, VECTOR: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     runs, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_runs, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
-    first, length = run_bounds(runs, starts, ends, num_runs, LONGEST)
+    first, length = run_bounds(runs, starts, ends, num_runs, SHORTEST, LONGEST)
     longest = tl.reduce(length, 0, larger)
     total = tl.full((BLOCK_ROWS, BLOCK_COLUMNS), 0.0, out.dtype.element_ty)
     at_once: tl.constexpr = 1 if starts is None else 4
@@ -50,6 +50,8 @@ def sum_kernel(
             else:
                 rows = tl.load(order + entries, mask=exists, other=num_values)
                 exists = exists & (rows < num_values)
+            if SIZE is not None:
+                rows = rows // SIZE * DISTANCE + rows % SIZE
             present = exists[:, None] & (columns < WIDTH)[None, :]
             added = tl.load(elements(values, rows, value_stride, columns, VECTOR), mask=present, other=0.0)
             if weights is not None:
@@ -58,7 +60,7 @@ def sum_kernel(
                 added = tl.load(weights + entries, mask=exists, other=0.0)[:, None] * added
             total = total + added
             i += 1
-    at = elements(out, places_of(runs, to_places, num_runs), out_stride, columns, VECTOR)
+    at = elements(out, runs, out_stride, columns, VECTOR)
     tl.store(at, total, mask=inside & (length >= 0)[:, None])
 
 
@@ -69,14 +71,15 @@ def sum_runs(
     weight_places: Tensor | None,
     bounds: tuple[Tensor, Tensor] | None,
     out: Tensor,
-    to_places: Tensor | None,
     num_runs: int,
-    longest: int | None,
+    limits: tuple[int, int | None],
+    spacing: tuple[int, int] | None,
 ) -> None:
-    """Sums runs as reference.sum_runs does. Rows of `out` of runs longer than `longest` stay as they are."""
+    """Sums runs as reference.sum_runs does. Rows of `out` of runs that are left out stay as they are."""
     width = values.shape[1]
     tiles, wide = RowTiles(num_runs, width, _SIZE), vector(width, values, out)
     starts, ends = bounds if bounds is not None else (None, None)
+    size, distance = spacing if spacing is not None else (None, None)
     launch(
         sum_kernel,
         len(tiles),
@@ -87,12 +90,14 @@ def sum_runs(
         starts,
         ends,
         out,
-        to_places,
         num_runs,
         len(values),
         values.stride(0) // wide,
         out.stride(0) // wide,
-        LONGEST=longest,
+        SIZE=size,
+        DISTANCE=distance,
+        SHORTEST=limits[0],
+        LONGEST=limits[1],
         VECTOR=wide,
         **tiles.constants,
         num_warps=_NUM_WARPS,

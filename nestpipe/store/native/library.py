@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -201,6 +201,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "adam": (POINTER(NativeRowUpdate), c_double, c_double, c_double, c_double, c_int32),
     "table_salt": (c_char_p, POINTER(c_uint64)),
     "dedup": (*_KEYS, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
+    "pack_keys": (*_KEYS, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
+    "copy_arrays": (*_KEYS, *_KEYS, c_int32),
+    "find_ranges": (*_KEYS, c_void_p, c_int32),
+    "lay_out": (*_KEYS, c_void_p, *_KEYS, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
     "split": (*_KEYS, c_void_p, *_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 9),
     "owner_dedup": (*_KEYS, *_COUNTS, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "exchange_lists": (*_KEYS, c_int64, c_int32, *_KEYS, c_int64, *_KEYS, c_void_p, c_void_p),

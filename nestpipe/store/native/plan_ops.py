@@ -73,10 +73,10 @@ def dedup(features: NDArray[np.int64], salts: Tensor, world_size: int, num_threa
     padding, the key that stands for padding, and the exclusive upper limit of keys (0 for no limit). The caller keeps
     the keys alive.
     """
-    _check_features(features, FEATURE_KEYS_WIDTH)
+    check_features(features, FEATURE_KEYS_WIDTH)
     check_values("salts", salts, torch.int64)
     num_occurrences = int(features[:, 1].sum())
-    _check_size("features", num_occurrences)
+    check_size("features", num_occurrences)
     keys, positions = torch.empty(num_occurrences, dtype=torch.int64), torch.empty(num_occurrences, dtype=torch.int64)
     counts = torch.empty((world_size, len(salts)), dtype=torch.int32)
     num_distinct, outside = c_int64(), (c_int64 * 2)()
@@ -115,7 +115,7 @@ def split(
     `num_distinct` keys. `samples`: the order of the samples, a permutation; None if they keep their order.
     `part_offsets`: part p has samples part_offsets[p] .. part_offsets[p + 1] - 1 of this order.
     """
-    _check_features(features, FEATURE_SAMPLES_WIDTH)
+    check_features(features, FEATURE_SAMPLES_WIDTH)
     check_values("positions", positions, torch.int64)
     num_ranks, num_tables = _check_matrix(counts)
     check_values("part_offsets", part_offsets, torch.int64)
@@ -127,7 +127,7 @@ def split(
     if int(features[:, 1].sum()) != num_occurrences:
         raise ValueError(f"{num_occurrences} positions, but the features have {int(features[:, 1].sum())} keys")
     for what, size in (("num_distinct", num_distinct), ("num_samples", num_samples)):
-        _check_size(what, size)
+        check_size(what, size)
     most_rows = num_distinct if num_parts == 1 else num_occurrences
     if num_distinct > num_occurrences:
         raise ValueError(f"num_distinct is {num_distinct}, but there are {num_occurrences} positions")
@@ -239,7 +239,7 @@ def exchange_lists(
             capacity = int(offsets[-1])
         else:
             capacity = num_keys
-    _check_size("capacity", capacity)
+    check_size("capacity", capacity)
     places = torch.empty(capacity, dtype=torch.int64)
     run(places)
     num_listed = num_keys if which != "all" else int(offsets[-1])
@@ -253,7 +253,7 @@ def cluster_numbers(counts: Tensor, bases: Tensor, num_positions: int) -> Tensor
     of that table. Positions are ordered by (rank, table); `num_positions` is the sum of `counts`."""
     num_ranks, num_tables = _check_matrix(counts)
     check_values("bases", bases, torch.int64, num_tables)
-    _check_size("num_positions", num_positions)
+    check_size("num_positions", num_positions)
     numbers = torch.empty(num_positions, dtype=torch.int64)
     call(
         "cluster_numbers",
@@ -311,13 +311,13 @@ def _check_matrix(counts: Tensor) -> tuple[int, int]:
     return num_ranks, num_tables
 
 
-def _check_features(features: NDArray[np.int64], width: int) -> None:
+def check_features(features: NDArray[np.int64], width: int) -> None:
     is_matrix = features.ndim == 2 and features.shape[1] == width
     if not (is_matrix and features.dtype == np.int64 and features.flags.c_contiguous):
         raise ValueError(f"features must be a contiguous int64 array [n, {width}]")
 
 
-def _check_size(what: str, size: int) -> None:
+def check_size(what: str, size: int) -> None:
     if not 0 <= size < 2**31:
         raise ValueError(f"{what}: the number {size} must be 0 .. 2^31 - 1")
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nestpipe.bench.h200 import models
 from nestpipe.bench.h200.data import Shape, make_batches
+from nestpipe.bench.h200.models.baselines import DenseStep, PlainStep
+from nestpipe.bench.h200.models.measure import _preload, fill, make_trainer
+from nestpipe.bench.h200.models.networks import workloads
+from nestpipe.bench.h200.models.workload import Workload, keys_of_ranks
 from nestpipe.bench.h200.one_rank import NUM_MICRO_BATCHES, QUICK, DenseOnly, _figures, features_of, spread_keys
 from nestpipe.bench.harness.targets import load_targets
 from nestpipe.cli.bench import app
@@ -67,22 +70,35 @@ def test_a_step_is_compared_with_the_dense_model_split_and_unsplit() -> None:
     assert "step_over_dense_unsplit" not in figures["serial"] | figures["inter"]
 
 
-@pytest.mark.parametrize("shape", models.SHAPES, ids=lambda shape: shape.name)
-def test_models_train_and_so_does_their_dense_part(shape: models.Shape) -> None:
-    """Fails if the embeddings of the dense part have no gradients, or a key has no row in the table."""
-    small, world = replace(shape, num_rows=50, batch_size=8), World()
-    batches, trainer = models.make_batches(small), models.make_trainer(world, small, "nested")
-    assert trainer.fit(batches[:2]).losses[0] > 0
+@pytest.mark.parametrize("workload", workloads(), ids=lambda workload: workload.name)
+def test_models_train_and_so_do_their_baselines(workload: Workload) -> None:
+    """Fails if the embeddings of a baseline have no gradients, if a key has no row in the table, or if the pool is not
+    preloaded with the hottest keys."""
+    small, world = replace(workload, num_rows=50, batch_size=2, resident_share=None), World()
+    batches, trainer = small.batches(2), make_trainer(world, small, "nested")
+    fill(trainer.store, trainer.tables, small.num_rows)
+    _preload(trainer, small)
+    assert trainer.fit(batches).losses[0] > 0
     assert all(trainer.store.size(table.name) == 50 for table in trainer.tables)
-    step = models.DenseStep(models.make_model(small, world.device), small, batches[0], world.device)
-    step()
-    assert all(embedding.grad is not None for embedding in step.embeddings.values())
+    for step in (DenseStep(small, batches[0], world.device), PlainStep(small, batches, world.device)):
+        for parts in (step._dense.model, getattr(step, "_tables", step._dense.model)):
+            before = [parameter.clone() for parameter in parts.parameters()]
+            step()
+            assert any(not torch.equal(a, b) for a, b in zip(before, parts.parameters(), strict=True))
+
+
+def test_keys_are_skewed_and_the_same_in_every_batch() -> None:
+    """Fails if every batch scatters its hot keys anew: nothing would stay resident."""
+    one, other = replace(workloads()[0], num_rows=10_000, batch_size=500).batches(2)
+    hottest = keys_of_ranks(torch.arange(10), 10_000)
+    for batch in (one, other):
+        assert torch.isin(batch.keys["t000"].values, hottest).float().mean() > 0.1
 
 
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, four-ranks, models, pool, stages" in " ".join(
+    assert "must be one of one-rank, four-ranks, pool, stages, models" in " ".join(
         done.output.replace("│", " ").split()
     )
 
@@ -95,6 +111,6 @@ def test_refused_without_an_accelerator(tmp_path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("part", ["one-rank", "four-ranks", "pool", "stages"])
+@pytest.mark.parametrize("part", ["one-rank", "four-ranks", "pool", "stages", "models"])
 def test_each_part_can_miss_a_target(part: str) -> None:
     assert len(load_targets(f"h200-{part}")) >= 2

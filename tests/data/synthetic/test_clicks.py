@@ -11,6 +11,7 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Batches
 from nestpipe.data.synthetic.clicks import BLOCK, NUM_USER_FIELDS, NUM_VALUES, SESSIONS, ClickData
+from nestpipe.data.synthetic.draws import stream, zipf_values
 from nestpipe.evaluation.clicks import auc, normalised_entropy
 
 SMALL = ClickData(seed=5, scale=0.01)
@@ -102,7 +103,8 @@ def test_goes_on_at_a_position() -> None:
 @pytest.mark.parametrize("field", [0, 13, 19, 25])
 def test_values_are_zipf_distributed(skew: float, field: int) -> None:
     num_draws, num_values = 300_000, NUM_VALUES[field]
-    values = ClickData(skew=skew)._values(field, np.arange(num_draws, dtype=np.uint64)).astype(np.int64)
+    words = stream(f"value {field}", 0, np.arange(num_draws))
+    values = zipf_values(ClickData(skew=skew)._quantiles[field], words).astype(np.int64)
     share = np.arange(1, num_values + 1) ** -skew
     share /= share.sum()
     # Compares the first values one by one, rare ones in ever larger groups; allows 5 deviations and a cell.

@@ -1,17 +1,18 @@
 """Tests sums of segments against a loop in the same order, to the bit: nothing is fused or reordered.
 
-Fails, for example, if _pieces always returns None, so that a long segment is one sum, or if sum_kernel takes weight j
-instead of the one that weight_places names.
+Fails, for example, if make_segments never makes pieces, so that a long segment is one sum, or if sum_kernel takes
+weight j instead of the one that weight_places names.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from nestpipe.kernels.rows import segments as segments_module
-from nestpipe.kernels.rows.segments import Segments, by_row, make_segments, one_each, sum_segments
+from nestpipe.kernels.rows.segments import Segments, make_pieces, make_segments, one_each, sum_segments
 from tests.kernels.bits import ALL_DIMS, DTYPES, columns, same_bits
 
 LENGTHS = (3, 0, 1, 15, 16, 0, 17, 5, 48, 100, 2, 0)
@@ -23,24 +24,42 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments_module, "PIECE", 16)
 
 
-def in_order(values: Tensor, segments: Segments, weights: Tensor | None) -> Tensor:
+def in_order(values: Tensor, segments: Segments, weights: Tensor | None, spacing: tuple[int, int] = (1, 1)) -> Tensor:
     """Sums entry after entry within pieces, then piece after piece."""
     rows, num_segments, size = values.cpu().numpy(), segments.num_segments, segments_module.PIECE
     offsets = range(num_segments + 1) if segments.offsets is None else segments.offsets.tolist()
+    ends = offsets[1:] if segments.ends is None else segments.ends.tolist()
     order = None if segments.order is None else segments.order.tolist()
     places = None if segments.weight_places is None else segments.weight_places.tolist()
     weight_values = None if weights is None else weights.cpu().numpy()
     out = torch.zeros(num_segments, values.shape[1], dtype=values.dtype)
     sums = out.numpy()
     for s in range(num_segments):
-        for start in range(offsets[s], offsets[s + 1], size):
+        for start in range(offsets[s], ends[s], size):
             piece = 0 * sums[s]
-            for j in range(start, min(start + size, offsets[s + 1])):
-                row = j if order is None else order[j]
+            for j in range(start, min(start + size, ends[s])):
+                group, place = divmod(j if order is None else order[j], spacing[0])
+                row = group * spacing[1] + place
                 if row < len(rows):
                     weighted = weight_values is not None
                     piece += weight_values[j if places is None else places[j]] * rows[row] if weighted else rows[row]
             sums[s] += piece
+    return out
+
+
+def sums_of(
+    values: Tensor,
+    segments: Segments,
+    weights: Tensor | None,
+    spacing: tuple[int, int] | None = None,
+    by_kernels: bool = True,
+) -> Tensor:
+    """Returns sums by kernels or by plain torch."""
+    device = values.device
+    out = torch.full((segments.num_segments, values.shape[1]), torch.nan, dtype=values.dtype, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments_module, "runs_triton", lambda *arrays: by_kernels)
+        sum_segments(values, segments.to(device), None if weights is None else weights.to(device), out, spacing)
     return out
 
 
@@ -54,7 +73,7 @@ def drawn(lengths: tuple[int, ...], num_values: int) -> Segments:
 @pytest.mark.usefixtures("small_pieces")
 @ALL_DIMS
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_against_a_loop(dim: int, dtype: torch.dtype, is_weighted: bool, device: torch.device, monkeypatch) -> None:
+def test_against_a_loop(dim: int, dtype: torch.dtype, is_weighted: bool, device: torch.device) -> None:
     torch.manual_seed(dim)
     values, _ = columns(50, dim, dtype, device)
     out, whole = columns(len(LENGTHS), dim, dtype, device)
@@ -62,22 +81,63 @@ def test_against_a_loop(dim: int, dtype: torch.dtype, is_weighted: bool, device:
     if is_weighted:
         weights = torch.randn(len(segments.order), dtype=dtype)
         segments = replace(segments, weight_places=torch.randperm(len(weights)))
-    on_device, device_weights = segments.to(device), None if weights is None else weights.to(device)
     before = whole.clone()
-    sum_segments(values, on_device, device_weights, out)
+    sum_segments(values, segments.to(device), None if weights is None else weights.to(device), out)
     expected = in_order(values, segments, weights)
     assert same_bits(out, expected)
     whole[:, 2 : 2 + dim] = before[:, 2 : 2 + dim]
     assert same_bits(whole, before), "columns outside of out changed"
-    by_reference = torch.empty_like(out)
-    monkeypatch.setattr("nestpipe.kernels.rows.segments.runs_triton", lambda *arrays: False)
-    sum_segments(values, on_device, device_weights, by_reference)
-    assert same_bits(by_reference, expected)
+    assert same_bits(sums_of(values, segments, weights, by_kernels=False), expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("size", "distance"), [(1, 1), (1, 3), (2, 3), (4, 4), (5, 6), (7, 20)])
+@pytest.mark.parametrize("has_order", [False, True])
+def test_rows_in_groups(size: int, distance: int, has_order: bool, device: torch.device) -> None:
+    """Rows between the groups hold NaN. Fails if sum_segments sums pieces without `spacing`."""
+    torch.manual_seed(size)
+    num_rows = 30 * size
+    places = torch.arange(num_rows) // size * distance + torch.arange(num_rows) % size
+    values = torch.full((29 * distance + size, 9), torch.nan)
+    values[places] = torch.randn(num_rows, 9)
+    lengths = LENGTHS if has_order else (0, 1, num_rows - 4, 3)
+    offsets = torch.tensor((0, *lengths)).cumsum(0)
+    order = torch.randint(0, num_rows, (int(offsets[-1]),)) if has_order else None
+    segments, weights = make_segments(order, offsets), torch.randn(int(offsets[-1]))
+    assert segments.pieces is not None
+    for given_weights in (None, weights):
+        expected = in_order(values, segments, given_weights, (size, distance))
+        assert not expected.isnan().any()
+        for by_kernels in (True, False):
+            sums = sums_of(values.to(device), segments, given_weights, (size, distance), by_kernels)
+            assert same_bits(sums, expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_segments_that_do_not_touch(device: torch.device) -> None:
+    """Entries between segments hold NaN. Fails if Segments.bounds ignores `ends`, or piece_kernel ends pieces at
+    `begin + PIECE`."""
+    torch.manual_seed(6)
+    starts, ends = torch.tensor([90, 3, 40, 0, 1, 20]), torch.tensor([140, 20, 40, 1, 1, 39])
+    order = torch.full((160,), 30)
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        order[start:end] = torch.randint(0, 30, (end - start,))
+    values, weights = torch.randn(31, 9, dtype=torch.float64), torch.randn(160, dtype=torch.float64)
+    values[30] = torch.nan
+    pieces = make_pieces(starts, ends, int((ends - starts).sum()))
+    segments = Segments(len(starts), order, starts, ends, None, pieces)
+    for given_weights in (None, weights):
+        expected = in_order(values, segments, given_weights)
+        assert not expected.isnan().any()
+        for by_kernels in (True, False):
+            sums = sums_of(values.to(device), segments, given_weights, by_kernels=by_kernels)
+            assert same_bits(sums, expected)
 
 
 @pytest.mark.usefixtures("small_pieces")
 def test_each_alone_and_again(device: torch.device) -> None:
-    """A sum depends neither on the rest of the launch nor on the run. Fails if _pieces cuts at multiples of PIECE."""
+    """A sum depends neither on the rest of the launch nor on the run. Fails if piece_kernel begins at
+    `begin // PIECE * PIECE`."""
     torch.manual_seed(3)
     values, weights = torch.randn(40, 70, device=device), torch.randn(sum(LENGTHS), device=device)
     segments = drawn(LENGTHS, 40)
@@ -96,7 +156,7 @@ def test_each_alone_and_again(device: torch.device) -> None:
 def test_hot_segment_between_empty_ones(device: torch.device) -> None:
     lengths = (0,) * 300 + (30_003,) + (0,) * 300
     values, segments = torch.randn(30, 2, dtype=torch.float64, device=device), drawn(lengths, 30)
-    assert len(segments.pieces.starts) == -(-30_003 // 128)
+    assert int(segments.pieces.lasts[-1]) == -(-30_003 // 128)
     out = torch.empty(len(lengths), 2, dtype=torch.float64, device=device)
     sum_segments(values, segments.to(device), None, out)
     assert same_bits(out, in_order(values, segments, None))
@@ -132,82 +192,38 @@ def test_nothing_to_sum(device: torch.device) -> None:
     assert not out.any()
 
 
-@pytest.mark.parametrize("has_offsets", [False, True])
-def test_by_row(has_offsets: bool) -> None:
-    """A row has its occurrences in order. Fails if padding stays, or order has occurrences instead of samples."""
-    torch.manual_seed(4)
-    num_rows, num_samples = 6, 40_000
-    lengths = torch.randint(0, 3, (num_samples,))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]) if has_offsets else None
-    index = torch.randint(0, num_rows + 1, (int(lengths.sum()) if has_offsets else num_samples,))
-    sample_of = torch.arange(num_samples).repeat_interleave(lengths) if has_offsets else torch.arange(num_samples)
-    segments = by_row(index, offsets, num_rows, has_weights=True)
-    assert segments.num_segments == num_rows
-    assert int(segments.offsets[-1]) == int((index < num_rows).sum())
-    for row in range(num_rows):
-        entries = slice(*segments.offsets[row : row + 2].tolist())
-        expected = (index == row).nonzero().flatten()
-        assert torch.equal(segments.weight_places[entries], expected)
-        assert torch.equal(segments.order[entries], sample_of[expected])
-    assert by_row(index, offsets, num_rows).weight_places is None
-    for start, end in zip(segments.pieces.starts, segments.pieces.ends, strict=True):
-        assert 0 < end - start <= segments_module.PIECE
+PIECE_CASES = {
+    "one piece": (128,),
+    "two pieces": (129,),
+    "short and long": (128, 128, 129, 0, 500, 1),
+    "none before": (0, 257),
+    "full": (640, 640),
+    "no entries": (0, 0),
+    "fewer than a piece": (0, 3),
+    "more segments than a program has": (*(0,) * 500, 200, *(1,) * 600, 300, 0),
+    "more pieces than a program has": (130, 70_000, 129),
+}
 
 
-def sorted_by_torch(index: Tensor, offsets: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns offsets of the rows, samples and occurrences."""
-    occurrences = torch.sort(index, stable=True)[1]
-    counts = torch.bincount(index, minlength=num_rows + 1)[:num_rows]
-    occurrences = occurrences[: int(counts.sum())]
-    samples = occurrences if offsets is None else torch.repeat_interleave(offsets.diff())[occurrences]
-    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), samples, occurrences
-
-
-@pytest.mark.parametrize("has_offsets", [False, True])
-@pytest.mark.parametrize("kind", ["empty", "one row", "all equal", "all padding", "descending", "random", "few rows"])
-def test_by_row_as_torch_sorts(kind: str, has_offsets: bool) -> None:
-    """Fails if group_by_row goes through the samples backwards, or leaves out the shift of row_offsets at its end."""
-    torch.manual_seed(5)
-    num_rows = {"one row": 1, "few rows": 3}.get(kind, 500)
-    index = {
-        "empty": torch.empty(0, dtype=torch.int64),
-        "all equal": torch.full((700,), 499),
-        "all padding": torch.full((700,), 500),
-        "descending": torch.arange(500, -1, -1),
-    }.get(kind, torch.randint(0, num_rows + 1, (5000,)))
-    cuts = torch.randint(0, len(index) + 1, (300,)).sort()[0]  # some samples are empty
-    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([len(index)])]) if has_offsets else None
-    row_offsets, samples, occurrences = sorted_by_torch(index, offsets, num_rows)
-    for has_weights in (False, True):
-        segments = by_row(index, offsets, num_rows, has_weights)
-        made = make_segments(samples, row_offsets, occurrences if has_weights else None)
-        assert segments.num_segments == made.num_segments
-        arrays = zip(_arrays(segments), _arrays(made), strict=True)
-        assert all(torch.equal(one, other) for one, other in arrays)
-
-
-def _arrays(segments: Segments) -> list[Tensor]:
-    arrays: list[Tensor] = []
-    segments.map(lambda array: arrays.append(array) or array)
-    return arrays
-
-
-def test_by_row_of_nothing() -> None:
-    nothing = torch.empty(0, dtype=torch.int64)
-    segments = by_row(nothing, None, 3)
-    assert (segments.offsets.tolist(), segments.order.tolist(), segments.pieces) == ([0, 0, 0, 0], [], None)
-    assert by_row(nothing, torch.tensor([0, 0]), 0).num_segments == 0
+@pytest.mark.parametrize("by_kernels", [False, True])
+@pytest.mark.parametrize("name", PIECE_CASES)
+def test_pieces(name: str, by_kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long segments are cut from their starts; pieces that are too many are empty. Fails if count_kernel cuts a segment
+    of PIECE entries, or if make_pieces has room for num_entries // PIECE pieces only."""
+    monkeypatch.setattr(segments_module, "runs_triton", lambda *arrays: by_kernels)
+    offsets = torch.tensor((0, *PIECE_CASES[name])).cumsum(0).to(device)
+    pieces = make_pieces(offsets[:-1], offsets[1:], int(offsets[-1]))
+    expected = [
+        [(start, min(start + 128, end)) for start in range(first, end, 128)] if end - first > 128 else []
+        for first, end in pairwise(offsets.tolist())
+    ]
+    bounds = list(zip(pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
+    spans = zip(pieces.firsts.tolist(), pieces.lasts.tolist(), strict=True)
+    assert [bounds[first:last] for first, last in spans] == expected
+    assert set(bounds[sum(map(len, expected)) :]) <= {(0, 0)}
 
 
 def test_refusals(device: torch.device) -> None:
-    for index in (torch.tensor([0, 4]), torch.tensor([-1, 0])):
-        with pytest.raises(ValueError, match=r"outside 0 \.\. 3"):
-            by_row(index, None, 3)
-    for offsets in (torch.tensor([0, 3]), torch.tensor([0, 1]), torch.tensor([0, -1, 2]), torch.tensor([1, 2])):
-        with pytest.raises(ValueError, match="offsets do not rise"):
-            by_row(torch.tensor([0, 1]), offsets, 3)
-    with pytest.raises(ValueError, match=r"index is torch\.int32"):
-        by_row(torch.tensor([0, 1], dtype=torch.int32), None, 3)
     with pytest.raises(ValueError, match="order"):
         make_segments(torch.tensor([0, 1]), torch.tensor([0, 3]))
     segments, values = one_each(torch.tensor([0, 1])).to(device), torch.zeros(2, 3, device=device)
@@ -220,12 +236,13 @@ def test_refusals(device: torch.device) -> None:
 
 
 def test_the_device_is_not_asked(accelerator: torch.device) -> None:
-    """Fails if sum_segments asks the device which segments are long."""
+    """Fails if sum_segments asks the device which segments are long, or make_pieces how many pieces there are."""
     values = torch.randn(50, 64, device=accelerator)
-    segments = drawn(LENGTHS, 50).to(accelerator)
-    out = torch.empty(len(LENGTHS), 64, device=accelerator)
+    segments = drawn((*LENGTHS, 300), 50).to(accelerator)
+    out = torch.empty(len(LENGTHS) + 1, 64, device=accelerator)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sum_segments(values, segments, None, out)
+        pieces = make_pieces(*segments.bounds, len(segments.order))
+        sum_segments(values, replace(segments, pieces=pieces), None, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")

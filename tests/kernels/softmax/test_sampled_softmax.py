@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nestpipe import Batch
-from nestpipe.embedding.features import SequenceEmbedding
-from nestpipe.kernels.rows.pooling import make_occurrences
+from nestpipe import Batch, Table
+from nestpipe.embedding.device_memory import DeviceMemory
+from nestpipe.embedding.features import Embeddings
+from nestpipe.embedding.group import group_features
 from nestpipe.ops.sampled_softmax import sampled_softmax
 from nestpipe.ops.sequences import Sequences
 from tests.histories import NUM_ITEMS, embedded, histories
+from tests.histories import features as declared
 from tests.kernels.attention.cases import DEVICE, import_triton
 from tests.kernels.bits import same_bits
 
@@ -23,14 +25,11 @@ import_triton()
 Outcome = dict[str, Tensor]
 
 
-def features(batch: Batch, rows: Tensor) -> dict[str, SequenceEmbedding]:
-    """Returns features as the embedding part hands them over on a device, with key i in row i."""
-
-    def feature(index: Tensor, offsets: Tensor) -> SequenceEmbedding:
-        occurrences = make_occurrences(index, None, None, len(rows)).to(DEVICE)
-        return SequenceEmbedding(rows, index.to(DEVICE), offsets.to(DEVICE), offsets, occurrences)
-
-    return {name: feature(keys.values, keys.offsets) for name, keys in batch.keys.items()}
+def features(batch: Batch, rows: Tensor) -> Embeddings:
+    """Returns features as the embedding part hands them over on a device. Row i is that of key i."""
+    groups, memory = group_features(declared(Table("item", rows.shape[1]))), DeviceMemory(DEVICE, is_staged=False)
+    (group,) = memory.upload_batch(memory.prepare_batch(groups, batch, 1, 1)).groups
+    return Embeddings(groups, [group], 0, [rows[group.keys.to(DEVICE)]])
 
 
 def make_batch(lengths: list[int], num_negatives: int) -> Batch:

@@ -46,6 +46,15 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch([Feature(draw(lists), table, draw(padding)) for table in tables], num_tables, num_samples)
 
 
+@st.composite
+def cuts(draw: st.DrawFn, num_samples: int) -> tuple[list[int] | None, list[int]]:
+    """Draws the order of the samples, and the offsets of parts."""
+    num_parts = draw(st.sampled_from([1, 2, 3, 8, 9, 17]))
+    inner = draw(st.lists(st.integers(0, num_samples), min_size=num_parts - 1, max_size=num_parts - 1))
+    samples = draw(st.one_of(st.none(), st.permutations(range(num_samples))))
+    return samples, [0, *sorted(inner), num_samples]
+
+
 def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Dedup, matching and grouping by owner against the oracle.
+"""Dedup, matching, and grouping by owner and by row against the oracle or torch.
 
 Fails, for example, if number_places takes every key of a stretch for a new one (`is_new = true`), or if group_by_owner
 hashes without the table's salt.
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestpipe.store import dict_store, group_by_owner, hash_keys, match_tables, unique
+from nestpipe.store import dict_store, group_by_owner, group_by_row, hash_keys, match_tables, unique
 from nestpipe.store.oracle_values import hash_key, mix64
 from tests.streams import key_streams
 
@@ -94,6 +94,53 @@ def test_owners_share_evenly_and_a_bucket_stays_whole() -> None:
     owned = [set(buckets[part].tolist()) for part in order.split(counts.tolist())]
     assert not owned[0] & owned[1]
     assert not owned[1] & owned[2]
+
+
+def sorted_by_torch(
+    index: torch.Tensor, offsets: torch.Tensor | None, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the offsets of the rows, occurrences and samples."""
+    occurrences = torch.sort(index, stable=True)[1]
+    counts = torch.bincount(index, minlength=num_rows + 1)[:num_rows]
+    occurrences = occurrences[: int(counts.sum())]
+    samples = occurrences if offsets is None else torch.repeat_interleave(offsets.diff())[occurrences]
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), occurrences, samples
+
+
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("kind", ["empty", "one row", "all equal", "all padding", "descending", "random", "few rows"])
+def test_group_by_row_as_torch_sorts(kind: str, has_offsets: bool) -> None:
+    """Fails if group_by_row goes through the samples backwards, or leaves out the shift of row_offsets at its end."""
+    torch.manual_seed(5)
+    num_rows = {"one row": 1, "few rows": 3}.get(kind, 500)
+    index = {
+        "empty": torch.empty(0, dtype=torch.int64),
+        "all equal": torch.full((700,), 499),
+        "all padding": torch.full((700,), 500),
+        "descending": torch.arange(500, -1, -1),
+    }.get(kind, torch.randint(0, num_rows + 1, (5000,)))
+    cuts = torch.randint(0, len(index) + 1, (300,)).sort()[0]  # some samples are empty
+    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([len(index)])]) if has_offsets else None
+    row_offsets, occurrences, samples = sorted_by_torch(index, offsets, num_rows)
+    for with_occurrences in (False, True):
+        got = group_by_row(index, offsets, num_rows, with_occurrences)
+        assert torch.equal(got[0], row_offsets)
+        assert torch.equal(got[2], samples)
+        assert got[1] is None if not with_occurrences else torch.equal(got[1], occurrences)
+
+
+def test_group_by_row_of_nothing_and_refusals() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert [array.tolist() for array in group_by_row(nothing, None, 3)] == [[0, 0, 0, 0], [], []]
+    assert [array.tolist() for array in group_by_row(nothing, torch.tensor([0, 0]), 0)] == [[0], [], []]
+    for index in (torch.tensor([0, 4]), torch.tensor([-1, 0])):
+        with pytest.raises(ValueError, match=r"outside 0 \.\. 3"):
+            group_by_row(index, None, 3)
+    for offsets in (torch.tensor([0, 3]), torch.tensor([0, 1]), torch.tensor([0, -1, 2]), torch.tensor([1, 2])):
+        with pytest.raises(ValueError, match="offsets do not rise"):
+            group_by_row(torch.tensor([0, 1]), offsets, 3)
+    with pytest.raises(TypeError, match=r"keys must be torch\.int64"):
+        group_by_row(torch.tensor([0, 1], dtype=torch.int32), None, 3)
 
 
 def test_hashes() -> None:

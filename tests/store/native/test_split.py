@@ -14,16 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestpipe.store.native import plan_ops
-from tests.store.native.key_batches import WORLD_SIZES, Batch, Feature, batches, dedup, feature_samples, integers
-
-
-@st.composite
-def cuts(draw: st.DrawFn, num_samples: int) -> tuple[list[int] | None, list[int]]:
-    """Draws the order of the samples, and the offsets of parts."""
-    num_parts = draw(st.sampled_from([1, 2, 3, 8, 9, 17]))
-    inner = draw(st.lists(st.integers(0, num_samples), min_size=num_parts - 1, max_size=num_parts - 1))
-    samples = draw(st.one_of(st.none(), st.permutations(range(num_samples))))
-    return samples, [0, *sorted(inner), num_samples]
+from tests.store.native.key_batches import WORLD_SIZES, Batch, Feature, batches, cuts, dedup, feature_samples, integers
 
 
 class ExpectedSplit(NamedTuple):

@@ -1,0 +1,1 @@
+"""Operations on the keys of a batch in device memory."""
