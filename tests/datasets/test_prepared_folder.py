@@ -65,6 +65,7 @@ def small(tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_started_over(tmp_path: Path) -> None:
     source = tmp_path / "src"
     generate("kuairand", source, 20_000)

@@ -47,7 +47,7 @@ def run_small(world: World, kind: str, *settings: str) -> Summary:
     return run(small(kind, *settings), world)
 
 
-@pytest.mark.parametrize("kind", ["hstu", "fuxi"])
+@pytest.mark.parametrize("kind", ["hstu", pytest.param("fuxi", marks=pytest.mark.slow)])
 def test_every_schedule_on_one_rank_and_two(kind: str) -> None:
     settings = ("train.steps=4", "pipeline.num_micro_batches=2", "model.dropout=0.1")
     for num_ranks in (1, 2):

@@ -116,7 +116,7 @@ def die_at(number: int, calls: tuple[str, ...], trainer: Trainer, path: Path, **
     trainer.save(path, **options)
 
 
-@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize("has_old", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(has_old: bool, tmp_path: Path) -> None:
     """Killed before any call that changes the folder, the old or the new checkpoint loads, and a save works again.
 
