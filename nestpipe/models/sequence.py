@@ -4,6 +4,8 @@ Features, which share one table and have no padding keys:
     history     the items of each sample in order, at most max_length of them
     target      the item that follows each history
     negatives   the same number of items for each position, position by position, or for each sample (negatives_per)
+With negatives for each position, `target` and `negatives` are declared with Sequence(by_index=True): the rows of all
+negatives at once would not fit into a device's memory.
 Inputs:
     times       [n, max_length + 1] int64, the times of the items of a history, then of the target; the rest is not read
 
