@@ -68,7 +68,9 @@ class Step:
         executor, num_samples = self._pipeline.executor, self._batch.num_samples
         trained = [i for i, num in enumerate(num_samples) if num > 0]
         for i, num in enumerate(num_samples):
-            executor.wait(executor.play_until("dense"))
+            with self.trace.span("other"):  # handing work to lanes
+                op = executor.play_until("dense")
+            executor.wait(op)
             with self.trace.span("dense", i):
                 rows = self._pipeline.stages.rows(self.state, i)
                 if num > 0:

@@ -226,10 +226,8 @@ class Trainer:
     def _refuse_within_fit(self, what: str) -> None:
         """Raises within fit, where rows in the pipeline would hide and overwrite new ones."""
         if self._pipeline is not None:
-            raise RuntimeError(
-                f"{what} was called within fit; call it between two calls of fit. A callback that returns True ends "
-                "the call it is in"
-            )
+            remedy = "call it between two calls of fit. A callback that returns True ends the call it is in"
+            raise RuntimeError(f"{what} was called within fit; {remedy}")
 
     def _check_usable(self) -> None:
         if self.is_partially_updated:
@@ -348,7 +346,8 @@ class Trainer:
                 with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction), step.backward():
                     loss.backward()
             losses.append(loss.detach())
-        total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
+        with step.trace.span("dense"):
+            total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
         self.reducer.finish(step, total)
         scale = self._clip(step)
         try:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SAMPLED_SOFTMAX = ("place", "softmax", "gradients")
 WHOLE_NUMBERS = ("mark", "list", "number", "describe", "count", "piece")
 
@@ -36,6 +38,7 @@ def taken(codes: dict[str, str], kernels: tuple[str, ...]) -> dict[str, str]:
     return {kernel: codes.pop(kernel) for kernel in [*codes] if kernel.split("_")[0] in kernels}
 
 
+@pytest.mark.slow
 def test_machine_code(tmp_path: Path) -> None:
     """Fails if fused multiply-add is not switched off, divide is the operator, root is tl.sqrt, rowwise_adagrad has no
     barrier, VECTOR is 1, or mark_kernel writes is_first_use by tl.atomic_xchg."""
