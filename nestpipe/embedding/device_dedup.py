@@ -67,7 +67,8 @@ class _FoundKeys:
         if packed.tables is not None:
             tables = packed.tables.to(device, non_blocking=True).index_select(0, key_order)
         elif num_tables > 1:
-            tables = torch.bucketize(key_order, bounds[1:], right=True, out_int32=True).to(torch.int16)
+            tables = torch.bucketize(key_order, bounds[1:], right=True, out_int32=True)
+            tables = tables.to(torch.int16) if num_tables <= torch.iinfo(torch.int16).max else tables  # sorted faster
         if tables is not None:
             tables, table_order = tables.sort(stable=True)
         sorted_keys = SortedKeys(by_key, key_order, tables, table_order, num_tables)
