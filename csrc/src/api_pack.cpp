@@ -13,7 +13,7 @@ nestpipe_status nestpipe_pack_keys(const nestpipe_feature_keys* features, int64_
     return guarded([&] {
         need_count(num_features, "num_features");
         need_array(features, num_features, "features");
-        need_range(num_tables, 0, INT16_MAX, "num_tables");
+        need_range(num_tables, 0, tables == nullptr ? (int64_t{1} << 24) - 1 : INT16_MAX, "num_tables");
         need(outside, "outside");
         need_threads(num_threads);
         need_feature_keys(features, num_features, num_tables);
