@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nestpipe.device.streams import default_device
@@ -192,7 +192,7 @@ def configs() -> st.SearchStrategy[Config]:
 
 
 @given(configs())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))  # a config is large
 def test_every_config_reads_back_from_its_text(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.toml"
