@@ -5,6 +5,7 @@ Sorts and scans are torch's; here is what comes between them. Occurrence o of a 
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def describe(rows: Tensor, segments: Tensor | None, blocks: Blocks) -> tuple[Ten
     return sort_keys, targets
 
 
-def _implementation(array: Tensor):  # type: ignore[no-untyped-def]
+def _implementation(array: Tensor) -> ModuleType:
     if not runs_triton(array):
         return reference
     from nestpipe.kernels.keys import triton_runs

@@ -1,7 +1,7 @@
 """The dense parts of part models."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def _dlrm(workload: Workload) -> nn.Module:
     return DLRM(NUM_DENSE, tuple(workload.lists), dim, (512, 256), (1024, 1024, 512))
 
 
-def _multi_hot(*hidden: int):  # type: ignore[no-untyped-def]
+def _multi_hot(*hidden: int) -> Callable[[Workload], nn.Module]:
     def make(workload: Workload) -> nn.Module:
         torch.manual_seed(0)
         return MultiHot(sum(workload.dims[workload.table_of(name)] for name in workload.lists), hidden)
@@ -77,7 +77,7 @@ def _tables(number: int) -> list[str]:
     return [f"t{i:03d}" for i in range(number)]
 
 
-def _pooled(name: str, number: int, dims: tuple[int, ...], lists: Lists, **sizes):  # type: ignore[no-untyped-def]
+def _pooled(name: str, number: int, dims: tuple[int, ...], lists: Lists, **sizes: Any) -> Workload:
     tables = _tables(number)
     by_table = {table: dims[i % len(dims)] for i, table in enumerate(tables)}
     return Workload(name, lists=dict.fromkeys(tables, lists), table_of=str, dims=by_table, **sizes)
