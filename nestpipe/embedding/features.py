@@ -12,6 +12,7 @@ from nestpipe.embedding.fused import GroupOccurrences
 from nestpipe.embedding.group import FeatureGroups, FeatureSet
 from nestpipe.embedding.pooling import Occurrences, pool
 from nestpipe.embedding.table import Feature, Pooled
+from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.kernels.rows import pooling as on_device
 
 
@@ -187,6 +188,30 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             split: tuple[Tensor, ...] = self._rows[g].split(sizes)
             self._table_rows[g] = split if len(sizes) > 1 else (self._rows[g],)
         return self._table_rows[g][int(self._groups[g].group.feature_tables[f])]
+
+    # ---- what TraceableEmbeddings needs to know ----
+
+    def pooled_sets(self) -> list[list[str]]:
+        """Returns the pooled features in lists, each of which `side_by_side` returns fastest."""
+        sets: dict[object, list[str]] = {}
+        for name, feature in self._features.features.items():
+            if isinstance(feature, Pooled):
+                g, _ = self._features.places[name]
+                is_on_device = self._on_device(name) is not None
+                sets.setdefault(g if is_on_device else feature.table.dtype, []).append(name)
+        return list(sets.values())
+
+    def sequence(self, name: str) -> SequenceEmbedding:
+        value = self[name]
+        assert isinstance(value, SequenceEmbedding)
+        return value
+
+    def dim(self, name: str) -> int:
+        return self._feature(name).table.dim
+
+    def is_by_index(self, name: str) -> bool:
+        feature = self._feature(name)
+        return isinstance(feature, SequenceFeature) and feature.by_index
 
     # ---- rows in host memory ----
 
