@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from nestpipe.bench.h200.data import Shape, make_batches
 from nestpipe.bench.h200.models.baselines import DenseStep, PlainStep
-from nestpipe.bench.h200.models.measure import _preload, fill, make_trainer
+from nestpipe.bench.h200.models.measure import fill, make_resident, make_trainer
 from nestpipe.bench.h200.models.networks import workloads
 from nestpipe.bench.h200.models.workload import Workload, keys_of_ranks
 from nestpipe.bench.h200.one_rank import NUM_MICRO_BATCHES, QUICK, DenseOnly, _figures, features_of, spread_keys
@@ -79,7 +79,7 @@ def test_models_train_and_so_do_their_baselines(workload: Workload) -> None:
     small, world = replace(workload, num_rows=50, batch_size=2, resident_share=None), World()
     batches, trainer = small.batches(2), make_trainer(world, small, "nested")
     fill(trainer.store, trainer.tables, small.num_rows)
-    _preload(trainer, small)
+    make_resident(trainer, small)
     assert trainer.fit(batches).losses[0] > 0
     assert all(trainer.store.size(table.name) == 50 for table in trainer.tables)
     for step in (DenseStep(small, batches[0], world.device), PlainStep(small, batches, world.device)):
@@ -100,7 +100,7 @@ def test_keys_are_skewed_and_the_same_in_every_batch() -> None:
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, four-ranks, pool, stages, models" in " ".join(
+    assert "must be one of one-rank, four-ranks, pool, stages, compiled, models" in " ".join(
         done.output.replace("│", " ").split()
     )
 

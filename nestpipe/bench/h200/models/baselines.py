@@ -41,12 +41,13 @@ class _Dense:
         self.device = device
         self.num_samples = workload.batch_size
         self.model = workload.make_model(workload).to(device)
+        self._forward = torch.compile(self.model, dynamic=True) if workload.compiled else self.model
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=device.type == "cuda")
 
     def train(self, embeddings: Mapping[str, object], inputs: Mapping[str, Tensor]) -> None:
         self.model.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.model(embeddings, inputs) / self.num_samples
+            loss = self._forward(embeddings, inputs) / self.num_samples
         loss.backward()
         self.optimizer.step()
 

@@ -89,7 +89,7 @@ def _measure(world: World, workload: Workload, length: Length) -> dict[str, list
     for trainer in trainers.values():
         fill(trainer.store, trainer.tables, workload.num_rows)
     torch.set_num_threads(1)  # small operations of lanes are slower if they wait for other threads on busy cores
-    _preload(trainers["nested"], workload)
+    make_resident(trainers["nested"], workload)
     steps: dict[str, Callable[[], None]] = {
         "dense": DenseStep(workload, batches[0], world.device),
         "plain": PlainStep(workload, batches[:4], world.device),
@@ -100,7 +100,7 @@ def _measure(world: World, workload: Workload, length: Length) -> dict[str, list
         for schedule, trainer in trainers.items():
             first = number * length.steps
             stretch = list(itertools.islice(itertools.cycle(batches), first, first + num_steps[schedule]))
-            means[schedule] = _stretch(trainer, stretch, length.left_out)
+            means[schedule] = train_stretch(trainer, stretch, length.left_out)
         for name, step in steps.items():
             times = device_step_ms(step, length.steps, world.device)[length.left_out :]
             means[name] = {"step_ms": statistics.mean(times)}
@@ -124,6 +124,7 @@ def make_trainer(world: World, workload: Workload, schedule: str) -> Trainer:
         num_threads=NUM_THREADS,
         check_split=False,
         autocast=torch.bfloat16,
+        compiled=workload.compiled,
         resident_bytes="auto" if share is None else int(share * slot_bytes),
     )
 
@@ -138,7 +139,7 @@ def fill(store: Store, tables: list[Table], num_rows: int) -> None:
             store.scatter(table.name, keys, rows[: len(keys)], 0)
 
 
-def _preload(trainer: Trainer, workload: Workload) -> None:
+def make_resident(trainer: Trainer, workload: Workload) -> None:
     """Makes the hottest rows resident, the hottest last."""
     share = 1.0 if workload.resident_share is None else workload.resident_share
     number = int(share * workload.num_rows)
@@ -154,7 +155,7 @@ def _preload(trainer: Trainer, workload: Workload) -> None:
     preload(trainer, [number * len(group.tables) for group in groups], pieces())
 
 
-def _stretch(trainer: Trainer, batches: list[Batch], left_out: int) -> dict[str, float]:
+def train_stretch(trainer: Trainer, batches: list[Batch], left_out: int) -> dict[str, float]:
     """Trains for a stretch, and returns means over its counted steps."""
     result = FitResult()
     trainer.fit(batches, result=result)

@@ -48,6 +48,8 @@ class Workload:
     resident_share: float | None = None
     """Share of the rows for which the row pool has room; None for "auto"."""
     num_micro_batches: int = 1
+    compiled: bool = False
+    """True if the dense model is compiled by torch."""
 
     @property
     def features(self) -> dict[str, Feature]:
