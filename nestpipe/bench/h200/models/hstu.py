@@ -46,7 +46,7 @@ def compare(world: World, quick: bool) -> Iterator[Record]:
 def turns_with_dense(
     trainers: Mapping[str, Trainer], dense: DenseOnly, batches: list[Batch], size: Size
 ) -> dict[str, list[dict[str, float]]]:
-    """Returns the means of each trainer and of the dense part alone, "dense", by round. A first round is not counted."""
+    """Returns means by round: those of each trainer, and "dense", the dense part alone. The first round warms up."""
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("dense", *trainers)}
     for number in range(size.num_rounds + 1):
         means = {name: stretch(trainer, batches, size, is_first=number == 0) for name, trainer in trainers.items()}
