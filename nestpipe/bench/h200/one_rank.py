@@ -143,7 +143,9 @@ class DenseOnly:
         features: dict[str, Feature],
         batches: list[Batch],
         num_parts: int,
+        autocast: bool = True,
     ) -> None:
+        self._autocast = autocast
         self.features = group_features(features)
         self.device = world.device
         self.model = make_model(size, shape, world.device)
@@ -168,7 +170,7 @@ class DenseOnly:
         self.model.zero_grad()
         for i, inputs in enumerate(batch.inputs):
             embeddings = Embeddings(self.features, batch.groups, i, [rows[i].detach().requires_grad_()])
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
                 loss = self.model(embeddings, inputs) / self.weight
             loss.backward()
         self.optimizer.step()

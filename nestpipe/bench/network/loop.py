@@ -23,6 +23,7 @@ from nestpipe.embedding.optim import Adagrad
 from nestpipe.embedding.plan import requester_lists
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
+from nestpipe.pipelining.light import LightStages
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import MicroBatch, Step
@@ -171,6 +172,8 @@ class Loop:
             seed=SEED,
             num_threads=threads,
             trace=self.trace,
+            # A store that waits uses little processor time, but is not light.
+            light_stages=None if store is None else LightStages(0.0),
         )
         self._steps = iter(self.pipeline)
         self._next = next(self._steps)
