@@ -64,9 +64,8 @@ def _by_ranks(end_to_end: list[Record], quick: bool) -> Iterator[Record]:
     paces = [f"--dense-ms={end_to_end[0]['paced_ms']}", f"--lookup-us-per-key={end_to_end[0]['lookup_us_per_key']}"]
     step_ms_of_one: dict[tuple[object, object], float] = {}
     for num_ranks in QUICK_RANKS if quick else RANKS:
-        if num_ranks == 2:
-            made = iter([{**record, "table": "ranks"} for record in end_to_end])
-        else:
+        made: Iterator[Record] = iter([{**record, "table": "ranks"} for record in end_to_end])
+        if num_ranks != 2:
             made = _records_of_ranks(num_ranks, "ranks", RATE, quick, *paces)
         for record in made:
             way = record["schedule"], record["stale"]

@@ -25,6 +25,8 @@ class Size(network.Size):
 
     dim: int = 256
     hidden: int = 16
+    num_batches: int = 6
+    """With fewer, the half that a batch adds would still be in the row pool from its last use."""
     num_rounds: int = 5
     end_to_end_rounds: int = 9
     splits: tuple[int, ...] = (2, 4, 8, 16, 32)
