@@ -17,7 +17,7 @@ from nestpipe.bench.network.run import BURST_BYTES, lines_of
 from nestpipe.bench.paper import page
 from nestpipe.bench.paper.published import counterpart
 
-RATE, SLOW_RATE = "1gbit", "200mbit"
+RATE, SLOW_RATE = "1gbit", "300mbit"
 """Rates of the links with paced compute, and with real compute."""
 RANKS, QUICK_RANKS = (1, 2, 4), (1, 2)
 

@@ -54,7 +54,7 @@ ROBUSTNESS = """
 
 The paper calls the method robust over these ranges. The step is divided by the time of the dense model alone on
 resident rows, unsplit. What differs under "2 ranks": an HSTU computes for real, on a core for each rank; dims and
-lengths are a quarter of the published ones; batches keep 4,096 tokens, the link has 200 Mbit/s, and a batch is 4
+lengths are a quarter of the published ones; batches keep 4,096 tokens, the link has 300 Mbit/s, and a batch is 4
 micro-batches, whose price is in the ratio. What differs on the H200 (`h200-robustness.json`): one rank, which exchanges
 nothing, trains in one micro-batch with 8M rows in host memory; batches of longer sequences have fewer samples. The base
 case is written as row dim / layers / length.

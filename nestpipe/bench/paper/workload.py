@@ -53,7 +53,7 @@ class RealSize:
     num_micro_batches: int = 4
     num_keys: int = 20_000
     num_rounds: int = 5
-    ns_per_byte: float = 90.0
+    ns_per_byte: float = 60.0
     """Time of the slow store for a byte of a record."""
 
 
