@@ -72,6 +72,7 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(BIN)/nestpipe bench checkpoint --json benchmarks/results/checkpoint.json --check
 	$(BIN)/nestpipe bench faults --count 200 --json benchmarks/results/faults.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
+	$(BIN)/nestpipe bench paper --json benchmarks/results/paper.json --report docs --check
 
 bench-peer: install native ## compare with TorchRec; makes an environment for it on first use; needs root, an idle machine
 	$(BIN)/nestpipe bench peer --json benchmarks/results/peer.json --check

@@ -16,6 +16,7 @@ from nestpipe.bench.harness.documents import FigureError, refreshed
 from nestpipe.bench.harness.report import Record, load_records, print_records, run_bench
 from nestpipe.bench.harness.requirements import RequirementError, source_file
 from nestpipe.bench.harness.targets import Target, find_misses, load_targets
+from nestpipe.bench.paper import page
 
 Json = Annotated[Path, typer.Option("--json", help="File for the records and the environment they were measured in.")]
 Quick = Annotated[
@@ -124,11 +125,12 @@ def report(
         bool, typer.Option("--check", help="Write nothing; exit with 1 if a figure is not current.")
     ] = False,
 ) -> None:
-    """Write the figures of documents anew from benchmarks/results. Measures nothing."""
+    """Write the figures of documents anew from benchmarks/results, and the page of bench paper. Measures nothing."""
     try:
         results = source_file("benchmarks/results")
         files = documents or [source_file("README.md"), *sorted(source_file("docs").glob("*.md"))]
         texts = {file: (file.read_text(), refreshed(file.read_text(), results)) for file in files}
+        texts |= {} if documents else _generated(source_file("docs"), results)
     except (OSError, RequirementError, FigureError) as error:
         raise typer.BadParameter(str(error)) from None
     changed = [file for file, (old, new) in texts.items() if old != new]
@@ -138,6 +140,12 @@ def report(
         typer.echo(f"{file} {'has other figures than benchmarks/results' if check else 'is written'}")
     if check and changed:
         raise typer.Exit(1)
+
+
+def _generated(folder: Path, results: Path) -> dict[Path, tuple[str, str]]:
+    """Returns the text that each generated file has now, and the one that it should have."""
+    made = {folder / name: text for name, text in page.files(results=results).items()}
+    return {file: (file.read_text() if file.exists() else "", text) for file, text in made.items()}
 
 
 def _check_plot(plot: Path, result: Path) -> None:

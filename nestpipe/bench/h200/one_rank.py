@@ -7,6 +7,7 @@ optimizer on rows that are on the device already, one with the same micro-batche
 
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -142,7 +143,9 @@ class DenseOnly:
         features: dict[str, Feature],
         batches: list[Batch],
         num_parts: int,
+        autocast: bool = True,
     ) -> None:
+        self._autocast = autocast
         self.features = group_features(features)
         self.device = world.device
         self.model = make_model(size, shape, world.device)
@@ -167,7 +170,7 @@ class DenseOnly:
         self.model.zero_grad()
         for i, inputs in enumerate(batch.inputs):
             embeddings = Embeddings(self.features, batch.groups, i, [rows[i].detach().requires_grad_()])
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
                 loss = self.model(embeddings, inputs) / self.weight
             loss.backward()
         self.optimizer.step()
@@ -175,6 +178,8 @@ class DenseOnly:
 
 def device_step_ms(step: Callable[[], None], steps: int, device: torch.device) -> list[float]:
     """Returns the time that the device takes for each of the steps."""
+    if device.type == "cpu":
+        return [_host_ms(step) for _ in range(steps)]
     moments = [torch.Event(device, enable_timing=True) for _ in range(steps + 1)]
     moments[0].record(torch.accelerator.current_stream(device))
     for moment in moments[1:]:
@@ -182,6 +187,12 @@ def device_step_ms(step: Callable[[], None], steps: int, device: torch.device) -
         moment.record(torch.accelerator.current_stream(device))
     moments[-1].synchronize()
     return [begin.elapsed_time(end) for begin, end in itertools.pairwise(moments)]
+
+
+def _host_ms(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return (time.perf_counter() - started) * 1e3
 
 
 def _compared(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nestpipe.bench.h200 import four_ranks, one_rank, pool, stages
+from nestpipe.bench.h200 import four_ranks, one_rank, pool, robustness, stages
 from nestpipe.bench.h200.models import compiled
 from nestpipe.bench.h200.models import run as models
 from nestpipe.bench.harness.benchmark import Benchmark
@@ -27,6 +27,7 @@ PARTS: dict[str, Part] = {
     "four-ranks": four_ranks.records,
     "pool": _in_this_process(pool.records),
     "stages": _in_this_process(stages.records),
+    "robustness": _in_this_process(robustness.records),
     "compiled": _in_this_process(compiled.records),
 }
 

@@ -1,4 +1,6 @@
-"""Emulates hosts on one machine: network namespaces, joined by a link of a given rate.
+"""Emulates hosts on one machine: network namespaces, joined by links of a given rate.
+
+Two hosts are joined by a cable, more of them by a switch, a namespace of its own with a bridge.
 
 The names of namespaces and interfaces contain the id of this process. They are removed however the process ends, except
 by SIGKILL.
@@ -36,6 +38,11 @@ def check_possible(num_hosts: int, rate: str) -> None:
     """Raises ValueError if such hosts cannot be made on this machine. Changes nothing."""
     if num_hosts != 2:
         raise ValueError(f"hosts is {num_hosts}: the link is one cable, so there must be 2")
+    check_machine(rate)
+
+
+def check_machine(rate: str) -> None:
+    """Raises ValueError if no hosts can be made on this machine, or a link cannot have this rate. Changes nothing."""
     if not re.fullmatch(r"[1-9][0-9]*(kbit|mbit|gbit)", rate):
         raise ValueError(f"rate is {rate!r}, must be a whole number and a unit of tc: kbit, mbit or gbit, as in 1gbit")
     if os.geteuid() != 0:
@@ -46,11 +53,12 @@ def check_possible(num_hosts: int, rate: str) -> None:
 
 
 @contextmanager
-def linked_hosts(rate: str, burst_bytes: int) -> Iterator[list[Host]]:
-    """Makes two hosts joined by a cable. Each sends at most at the given rate, except for bursts."""
-    check_possible(2, rate)
+def linked_hosts(rate: str, burst_bytes: int, num_hosts: int = 2) -> Iterator[list[Host]]:
+    """Makes hosts that are joined by a cable or a switch. Each sends, and if there is a switch receives, at most at the
+    given rate, except for bursts."""
+    check_machine(rate)
     name = f"np{os.getpid()}h"  # interfaces may have 15 characters
-    hosts = [Host(f"nestpipe-{os.getpid()}-{i}", f"{name}{i}", f"198.18.0.{i + 1}") for i in range(2)]
+    hosts = [Host(f"nestpipe-{os.getpid()}-{i}", f"{name}{i}", f"198.18.0.{i + 1}") for i in range(num_hosts)]
     with ended_by_signals():
         try:
             _make(hosts, rate, burst_bytes)
@@ -60,24 +68,53 @@ def linked_hosts(rate: str, burst_bytes: int) -> Iterator[list[Host]]:
 
 
 def _make(hosts: Sequence[Host], rate: str, burst_bytes: int) -> None:
+    bucket = "rate", rate, "burst", str(burst_bytes), "latency", f"{QUEUE_MS}ms"
     for host in hosts:
         _do("ip", "netns", "add", host.namespace)
-    ends = [["name", host.interface, "netns", host.namespace] for host in hosts]
-    _do("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    if len(hosts) == 2:
+        _join(hosts[0], hosts[1])
+    else:
+        _make_switch(hosts, bucket)
     for host in hosts:
         within = "-n", host.namespace
         _do("ip", *within, "link", "set", "lo", "up")
         _do("ip", *within, "address", "add", f"{host.address}/15", "dev", host.interface)
-        _do("ip", *within, "link", "set", host.interface, "gso_max_size", str(LARGEST_PACKET_BYTES), "up")
-        bucket = "rate", rate, "burst", str(burst_bytes), "latency", f"{QUEUE_MS}ms"
-        _do("tc", *within, "qdisc", "add", "dev", host.interface, "root", "tbf", *bucket)
+        _limit(host, bucket)
+
+
+def _join(one: Host, other: Host) -> None:
+    ends = [["name", end.interface, "netns", end.namespace] for end in (one, other)]
+    _do("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+
+
+def _limit(end: Host, bucket: Sequence[str]) -> None:
+    """Brings an interface up, which from then on sends at most at the rate of the bucket."""
+    within = "-n", end.namespace
+    _do("ip", *within, "link", "set", end.interface, "gso_max_size", str(LARGEST_PACKET_BYTES), "up")
+    _do("tc", *within, "qdisc", "add", "dev", end.interface, "root", "tbf", *bucket)
+
+
+def _make_switch(hosts: Sequence[Host], bucket: Sequence[str]) -> None:
+    within = "-n", _switch()
+    _do("ip", "netns", "add", _switch())
+    _do("ip", *within, "link", "add", "switch", "type", "bridge")
+    _do("ip", *within, "link", "set", "switch", "up")
+    for number, host in enumerate(hosts):
+        port = Host(_switch(), f"port{number}", "")
+        _join(host, port)
+        _do("ip", *within, "link", "set", port.interface, "master", "switch")
+        _limit(port, bucket)
+
+
+def _switch() -> str:
+    return f"nestpipe-{os.getpid()}-switch"
 
 
 def _remove(hosts: Sequence[Host]) -> None:
     """Removes the hosts, even if only some were made. An interface disappears with its namespace."""
     with _handled(signal.SIG_IGN):
-        for host in hosts:
-            subprocess.run(["ip", "netns", "delete", host.namespace], stderr=subprocess.DEVNULL, check=False)
+        for namespace in (*(host.namespace for host in hosts), *([_switch()] if len(hosts) > 2 else [])):
+            subprocess.run(["ip", "netns", "delete", namespace], stderr=subprocess.DEVNULL, check=False)
 
 
 def _do(*command: str) -> None:

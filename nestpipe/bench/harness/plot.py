@@ -87,11 +87,12 @@ def _field(categories: Sequence[str], ticks: Sequence[float]) -> list[str]:
         size = f'width="{_number(column)}" height="{HEIGHT}"'
         parts.append(f'<rect x="{_number(left)}" y="{TOP}" {size} fill="{PAPER if number % 2 else BAND}"/>')
         parts.append(_text(left + column / 2, TOP + HEIGHT + LINE, category, "middle"))
+    sign = "+" if ticks[0] < 0 else ""
     for tick in ticks:
         y, right = _number(_height_of(tick, ticks)), WIDTH - RIGHT
         colour, width = (INK, 1.5) if tick == 0 else (GRID, 1)
         line = f'<line x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="{width}"/>'
-        parts += [line, _text(LEFT - 8, _height_of(tick, ticks) + 4.5, f"{tick:+g}" if tick else "0", "end")]
+        parts += [line, _text(LEFT - 8, _height_of(tick, ticks) + 4.5, f"{tick:{sign}g}" if tick else "0", "end")]
     return parts
 
 

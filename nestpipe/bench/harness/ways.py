@@ -8,6 +8,7 @@ import torch
 
 from nestpipe.bench.harness.pairs import spread
 from nestpipe.distributed import World
+from nestpipe.embedding.cluster import BY_KEYS
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.plan import TravelList
 from nestpipe.pipelining.step_times import StepTimes
@@ -30,6 +31,10 @@ class Way:
     schedule: str
     num_micro_batches: int
     window: str = "once"
+    method: str = BY_KEYS.method
+    """Method of clustering."""
+    stale: bool = False
+    """Whether the model sees shared rows as they were before the last update."""
 
 
 @dataclass(frozen=True)

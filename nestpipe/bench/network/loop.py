@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Batches
 from nestpipe.data.synthetic.sequences import SequenceData
 from nestpipe.distributed import World
-from nestpipe.embedding.cluster import BY_KEYS
+from nestpipe.embedding.cluster import BY_KEYS, Clustering
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.features import SequenceEmbedding
 from nestpipe.embedding.group import group_features
@@ -22,10 +23,12 @@ from nestpipe.embedding.optim import Adagrad
 from nestpipe.embedding.plan import requester_lists
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
+from nestpipe.pipelining.light import LightStages
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.pipelining.step import MicroBatch, Step
 from nestpipe.pipelining.trace import Span, Trace
+from nestpipe.store.interface import Store
 from nestpipe.train.reducer import DenseReducer
 
 SEED = 1
@@ -83,7 +86,15 @@ def exchanges_of(batches: Sequence[Batch], size: Size, rank: int, world_size: in
     return totals, smallest
 
 
-class Paced(nn.Module):
+class Trained(nn.Module, ABC):
+    """Dense compute of a loop."""
+
+    @abstractmethod
+    def train_on(self, micro_batch: MicroBatch, step: Step) -> None:
+        """Computes the gradients of a micro-batch."""
+
+
+class Paced(Trained):
     """Dense compute that takes time but no processor, as on an accelerator: a batch sleeps for `sleep_ms`, each
     micro-batch for its share of that. Gradients are constants."""
 
@@ -102,7 +113,7 @@ class Paced(nn.Module):
         self.weight.grad = torch.ones_like(self.weight)
 
 
-class Tower(nn.Module):
+class Tower(Trained):
     """Applies layers to every item of a history, sums the items of each sample, and computes a logit."""
 
     def __init__(self, size: Size) -> None:
@@ -125,30 +136,44 @@ class Tower(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(self.out(pooled).squeeze(1), label, reduction="sum")
 
 
-MODELS: dict[str, type[Paced] | type[Tower]] = {"paced": Paced, "real": Tower}
+MODELS: dict[str, Callable[[Size], Trained]] = {"paced": Paced, "real": Tower}
 
 
 class Loop:
     """Trains in one way, turn by turn. Has its own channels, because lanes of another loop may still be busy."""
 
-    def __init__(self, way: Way, compute: str, size: Size, batches: list[Batch], world: World, threads: int) -> None:
+    def __init__(
+        self,
+        way: Way,
+        model: Trained,
+        features: dict[str, Feature],
+        batches: list[Batch],
+        world: World,
+        threads: int,
+        store: Store | None = None,
+    ) -> None:
         self.world = World(world.rank, world.size)
-        self.model: Paced | Tower = MODELS[compute](size)
+        self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.reducer = DenseReducer(self.model, self.world)
         self.spans: list[Span] = []
         self.trace = Trace(spans=self.spans)
         self._overlaps = way.schedule in WINDOWED
         self.pipeline = Pipeline(
-            make_features(size.dim),
+            features,
             itertools.cycle(batches),
+            store=store,
             world=self.world,
             schedule=way.schedule,
             num_micro_batches=way.num_micro_batches,
             window=way.window,
+            clustering=Clustering(way.method),
+            stale=way.stale,
             seed=SEED,
             num_threads=threads,
             trace=self.trace,
+            # A store that waits uses little processor time, but is not light.
+            light_stages=None if store is None else LightStages(0.0),
         )
         self._steps = iter(self.pipeline)
         self._next = next(self._steps)

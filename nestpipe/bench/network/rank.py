@@ -14,7 +14,17 @@ import torch.distributed as dist
 
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.harness.ways import Rounds, Shares, Way, medians, ratios, shares_of
-from nestpipe.bench.network.loop import QUICK, SEED, Loop, Paced, Size, exchanges_of, make_batches
+from nestpipe.bench.network.loop import (
+    MODELS,
+    QUICK,
+    SEED,
+    Loop,
+    Paced,
+    Size,
+    exchanges_of,
+    make_batches,
+    make_features,
+)
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
 from nestpipe.recipe.trace_file import write_trace
@@ -98,7 +108,9 @@ class Bench:
 
     def _compare(self, compute: str, ways: list[Way]) -> Iterator[Record]:
         size = self.size
-        loops = {way: Loop(way, compute, size, self.batches, self.world, self.threads) for way in ways}
+        features, loops = make_features(size.dim), {}
+        for way in ways:
+            loops[way] = Loop(way, MODELS[compute](size), features, self.batches, self.world, self.threads)
         for loop in loops.values():
             loop.turn(size.num_batches)  # creates every row and touches all memory
         sleep_ms = self._set_pace(loops) if compute == "paced" else 0.0

@@ -53,11 +53,11 @@ def _records(quick: bool, rate: str, traces: Path | None) -> Iterator[Record]:
         linked_hosts(rate, BURST_BYTES) as hosts,
         ranks_on(hosts, "nestpipe.bench.network.rank", arguments) as ranks,
     ):
-        for line in _lines(ranks):
+        for line in lines_of(ranks):
             yield json.loads(line)
 
 
-def _lines(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
+def lines_of(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[bytes]:
     """Yields the lines that rank 0 prints, until all ranks have ended. Raises RuntimeError if one of them failed."""
     output = ranks[0].stdout
     assert output is not None

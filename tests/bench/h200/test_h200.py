@@ -100,7 +100,7 @@ def test_keys_are_skewed_and_the_same_in_every_batch() -> None:
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, four-ranks, pool, stages, compiled, models" in " ".join(
+    assert "must be one of one-rank, four-ranks, pool, stages, robustness, compiled, models" in " ".join(
         done.output.replace("│", " ").split()
     )
 
@@ -113,6 +113,6 @@ def test_refused_without_an_accelerator(tmp_path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("part", ["one-rank", "four-ranks", "pool", "stages", "models"])
+@pytest.mark.parametrize("part", ["one-rank", "four-ranks", "pool", "stages", "robustness", "models"])
 def test_each_part_can_miss_a_target(part: str) -> None:
     assert len(load_targets(f"h200-{part}")) >= 2

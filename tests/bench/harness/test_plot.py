@@ -78,7 +78,9 @@ def test_a_category_without_values_is_empty() -> None:
 @pytest.mark.parametrize("high", [0.3, 1.0, 9.99, 1e-7, 4e5])
 def test_ticks_enclose_all_values(low: float, high: float) -> None:
     svg = strip_plot("t", "a", ["one"], [Series("x", [[low, high]])])
-    ticks = [float(text) for text in texts(svg) if re.fullmatch(r"0|[+-][\d.]+(e[+-]\d+)?", text)]
+    labels = [text for text in texts(svg) if re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?", text)]
+    assert ("+" in "".join(label[0] for label in labels)) == (low < 0)  # signs only if values have both
+    ticks = [float(label) for label in labels]
     assert ticks == sorted(ticks)
     assert ticks[0] <= low < high <= ticks[-1]
     assert 0 in ticks

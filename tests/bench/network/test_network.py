@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nestpipe.bench.harness.hosts import check_possible, linked_hosts
+from nestpipe.bench.harness.hosts import Host, check_possible, linked_hosts
 from nestpipe.bench.harness.targets import find_misses, load_targets
 from nestpipe.cli.bench import app
 
@@ -112,6 +112,24 @@ def test_hosts_are_linked_and_removed_after_an_error() -> None:
         interrupted()
     assert leftovers(os.getpid()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@needs_hosts
+def test_hosts_of_a_switch_reach_each_other() -> None:
+    """Fails if a port of the switch stays down, or the switch is not removed."""
+    with linked_hosts("1gbit", 32768, num_hosts=3) as hosts:
+        ports = output_of("tc", "-n", f"nestpipe-{os.getpid()}-switch", "qdisc", "show")
+        assert ports.count("rate 1Gbit") == 3
+        assert all(reaches(hosts[0], other) for other in hosts[1:])
+    assert leftovers(os.getpid()) == []
+
+
+def reaches(host: Host, other: Host) -> bool:
+    """Returns whether a connection can be made. Nothing listens, so a refusal shows that the other host answers."""
+    code = f"import socket; socket.create_connection(({other.address!r}, 9), timeout=5)"
+    command = ["ip", "netns", "exec", host.namespace, sys.executable, "-c", code]
+    errors = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    return "ConnectionRefusedError" in errors
 
 
 @pytest.mark.parametrize(("num_hosts", "rate"), [(3, "1gbit"), (2, "fast"), (2, "1gbit burst 1mb")])
