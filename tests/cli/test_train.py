@@ -192,8 +192,8 @@ def started_run() -> tuple[subprocess.Popen[str], list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["interrupted", "killed", "stopped"])
 def test_how_a_run_ends(kind: str) -> None:
-    """test_launch.py has the same with quick starts. SIGTERM to one rank stops all in good order; the exit code is not 0
-    only because nothing was saved. Fails if on_this_rank does not handle SIGTERM."""
+    """As in test_launch.py, with slow starts. SIGTERM to one rank stops all in good order; the exit code is not 0 only
+    because nothing was saved. Fails if on_this_rank does not handle SIGTERM."""
     process, ranks = started_run()
     assert len(ranks) == 2
     started = time.perf_counter()
