@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(PATH):$(CURDIR)/$(BIN)
+export PYTHONDONTWRITEBYTECODE :=  # pytest would rewrite all tests in each of its processes
 JOBS := $(shell nproc)
 IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many tests wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
@@ -31,8 +32,8 @@ native-test: native ## run the native tests without sanitizers
 	ctest --test-dir build/native --output-on-failure
 
 test: install native-test ## run all tests except those marked slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' --durations 20 $(IN_PARALLEL)
 	$(BIN)/python -m pytest -m 'not slow and alone'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' --durations 20 $(IN_PARALLEL)
 
 test-slow: install native-test ## run all tests, the slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)

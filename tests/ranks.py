@@ -14,6 +14,8 @@ _PRELOAD = [
     "torch.distributed",
     "torch._dynamo",
     "pytest",
+    "hypothesis",
+    "rich.console",
     "nestpipe",
     "nestpipe.recipe.run",
     "tests.exactness.cases",

@@ -66,6 +66,16 @@ def test_sigterm_stops_all_ranks(run: Run, sent_to: str) -> None:
     assert run.errors() == [line(rank) if rank in received else "" for rank in range(2)]
 
 
+def test_ctrl_c_ends_all_ranks(run: Run) -> None:
+    """Fails if launch does not pass SIGINT on to its ranks, which are in sessions of their own."""
+    run.wait_until("training")
+    assert run.launcher.pid is not None
+    os.kill(run.launcher.pid, signal.SIGINT)
+    assert run.exit_code() == 128 + signal.SIGINT, run.errors()
+    assert all("interrupted (Ctrl-C)" in text for text in run.errors())
+    assert run.are_gone()
+
+
 @pytest.mark.parametrize("run", ["starts late"], indirect=True)
 def test_sigterm_before_the_ranks_have_started(run: Run) -> None:
     """Fails if _PassesOn does not wait for all ranks: a signal without a handler ends a rank."""

@@ -17,21 +17,29 @@ from nestpipe.pipelining.schedule import operations
 from nestpipe.pipelining.step_times import BYTE_FIELDS
 from nestpipe.recipe.summary import TIME_FIELDS
 from nestpipe.recipe.text import describe
+from tests.forked import nestpipe
 from tests.schedules import NESTED
 
 SMALL = ("model.dim=8", "model.bottom=[16]", "model.top=[32]", "train.batch_size=64", "evaluate.num_samples=500")
 
 
+def sets(settings: tuple[str, ...]) -> list[str]:
+    return [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
+
+
 def start(*arguments: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    sets = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    command = [sys.executable, "-m", "nestpipe", "train", *arguments, *sets]
+    command = [sys.executable, "-m", "nestpipe", "train", *arguments, *sets(settings)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def train(*arguments: str, settings: tuple[str, ...] = (), expected: int = 0) -> str:
-    """Returns the output, or the errors if an exit code other than 0 is expected."""
-    process = start(*arguments, settings=settings)
-    out, err = process.communicate(timeout=120)
+    """Returns the output, or the errors if an exit code other than 0 is expected. One rank runs in a fork."""
+    if "--ranks" in arguments:
+        process = start(*arguments, settings=settings)
+        out, err = process.communicate(timeout=120)
+    else:
+        process = nestpipe("train", *arguments, *sets(settings))
+        out, err = process.stdout, process.stderr
     assert process.returncode == expected, out + err
     return out if expected == 0 else err
 
@@ -156,14 +164,15 @@ def test_config_errors(tmp_path: Path) -> None:
     assert "cannot be written" in refused("--json", str(tmp_path / "no" / "file.json"))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.slow), "2"])
-def test_errors_of_a_run_end_every_rank(ranks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_errors_of_a_run_end_every_rank(ranks: int, tmp_path: Path) -> None:
+    """tests/errors has errors on several ranks in every run of the tests."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[[tables]]\nname = 'c10'\nmax_rows = 100\n")
-    err = train(str(recipe), "--ranks", ranks, expected=1)
+    err = train(str(recipe), *(("--ranks", str(ranks)) if ranks > 1 else ()), expected=1)
     assert "would have" in err
     assert "more than its max_rows = 100" in err
-    assert err.count("nestpipe: ") == int(ranks), err
+    assert err.count("nestpipe: ") == ranks, err
 
 
 def rank_processes(parent: int) -> list[int]:
@@ -180,12 +189,11 @@ def started_run() -> tuple[subprocess.Popen[str], list[int]]:
     return process, rank_processes(process.pid)
 
 
-@pytest.mark.parametrize(
-    "kind", ["interrupted", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("killed", "stopped"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["interrupted", "killed", "stopped"])
 def test_how_a_run_ends(kind: str) -> None:
-    """SIGTERM to one rank stops all in good order; the exit code is not 0 only because nothing was saved. Fails if
-    on_this_rank does not handle SIGTERM."""
+    """As in test_launch.py, with slow starts. SIGTERM to one rank stops all in good order; the exit code is not 0 only
+    because nothing was saved. Fails if on_this_rank does not handle SIGTERM."""
     process, ranks = started_run()
     assert len(ranks) == 2
     started = time.perf_counter()
@@ -207,7 +215,9 @@ def test_how_a_run_ends(kind: str) -> None:
             os.kill(rank, 0)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_parent() -> None:
+    """test_launch.py has the same with quick starts."""
     process, ranks = started_run()
     process.kill()
     process.wait()

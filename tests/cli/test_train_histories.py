@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.files import write_histories
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -41,7 +42,8 @@ def test_train_and_evaluate(kind: str, ranks: int, tmp_path: Path) -> None:
 def test_a_recipe_on_prepared_data(tmp_path: Path) -> None:
     """The published metrics are printed next to the model's."""
     recipe, folder = str(RECIPES / "hstu-ml-1m.toml"), write_histories(tmp_path / "data")
-    done = nestpipe("train", recipe, settings=("train.steps=2", f"data.path={folder}", "data.skip_bad=true"))
+    settings = ("train.steps=2", "train.batch_size=16", f"data.path={folder}", "data.skip_bad=true")
+    done = forked.nestpipe("train", recipe, *(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in ("60 held-out samples", "among 50 items", "published"))
     assert "evaluated on the test\n" in done.stdout

@@ -25,7 +25,7 @@ SOME = ["all_equal", "period_2", "empty_batches", "ragged_end", "one_rank_empty"
 
 
 def with_issuer(world: World) -> World:
-    return World(world.rank, world.size, 10.0, world.device, has_issuer=True)
+    return World(world.rank, world.size, world.watch.timeout_seconds, world.device, has_issuer=True)
 
 
 def train_streams(world: World, schedules: list[str]) -> list[list[str]]:

@@ -1,12 +1,11 @@
 """Large memory that is reused. Fails if Recycler.empty reuses memory of which a part is in use."""
 
 import gc
-import subprocess
-import sys
 
 import torch
 
 from nestpipe.embedding.recycler import LARGE_BYTES, Recycler
+from tests.forked import run_forked
 
 
 def test_memory_is_reused_only_when_free() -> None:
@@ -41,4 +40,5 @@ assert float(mine[0]) == 1.0
 
 def test_recycled_memory_is_not_shared_with_forked_processes() -> None:
     """Fails if the Recycler maps shared memory, which is mmap's default."""
-    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=50)
+    done = run_forked(exec, FORKS, {})
+    assert done.returncode == 0, done.stderr

@@ -26,6 +26,19 @@ class BrokenFileError(Exception):
     pass
 
 
+ERRORS: dict[str, tuple[type[Exception], str]] = {
+    "reader": (BrokenFileError, "part 7 is truncated"),
+    "key": (ValueError, "key 999 is outside 0 .. 59, the keys of table 'tag' (num_keys = 60)"),
+    "feature": (ValueError, "missing ['tags'], unknown ['tagz']"),
+    "offsets": (ValueError, "feature 'items': offsets must begin with 0"),
+    "dtype": (ValueError, "feature 'items': values must be a 1-dimensional int64 tensor, got torch.int32"),
+    "weight": (ValueError, "the weight of a batch is nan, must be >= 0"),
+    "weights": (ValueError, "the batch has 9 weights; at most 8 losses are supported"),
+    "dense_nan": (NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
+    "nan": (NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
+}
+
+
 def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
     for number, batch in enumerate(batches):
         if number != BAD_STEP:
@@ -54,14 +67,23 @@ def spoiled(batches: list[Batch], kind: str) -> Iterator[Batch]:
             yield replace(batch, keys={**batch.keys, "items": Jagged(items.values.int(), items.offsets)})
 
 
-def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, float, bool, int]:
-    """Returns the error's type, its text, the time it took, whether rows are as after the last good step, and the steps
-    in the end."""
-    case = replace(CASE, schedule=schedule)
+Outcome = tuple[str, str, float, bool, int]
+"""The error's type, its text, the time it took, whether rows are as after the last good step, and the steps in the
+end."""
+
+
+def fail_in_ways(world: World, schedule: str, kinds: list[str]) -> dict[str, Outcome]:
+    """Trains until each kind of error, and goes on, with trainers of their own."""
     batches = share_of(global_batches(CASE.steps), world)
-    bad_rank = world.size - 1
     expected = make_trainer(world, CASE)
     expected.fit(batches[:BAD_STEP])
+    digest = expected.digest()
+    return {kind: fail_and_go_on(world, kind, schedule, batches, digest) for kind in kinds}
+
+
+def fail_and_go_on(world: World, kind: str, schedule: str, batches: list[Batch], expected: str) -> Outcome:
+    case = replace(CASE, schedule=schedule)
+    bad_rank = world.size - 1
     trainer = make_trainer(world, case)
     spoils = kind == "dense_nan" and world.rank == bad_rank  # a dense gradient: no row carries it to the other rank
     hook = trainer.model.second.register_hook(
@@ -74,7 +96,7 @@ def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, fl
     except Exception as error:
         raised = error
     seconds = time.perf_counter() - started
-    unchanged = trainer.digest() == expected.digest()
+    unchanged = trainer.digest() == expected
     hook.remove()
     trainer.fit(batches[BAD_STEP:])
     return type(raised).__name__, str(raised), seconds, unchanged, trainer.num_steps
@@ -82,31 +104,23 @@ def fail_and_go_on(world: World, kind: str, schedule: str) -> tuple[str, str, fl
 
 @pytest.mark.parametrize("schedule", OUTER)
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("reader", BrokenFileError, "part 7 is truncated"),
-        ("key", ValueError, "key 999 is outside 0 .. 59, the keys of table 'tag' (num_keys = 60)"),
-        ("feature", ValueError, "missing ['tags'], unknown ['tagz']"),
-        ("offsets", ValueError, "feature 'items': offsets must begin with 0"),
-        ("dtype", ValueError, "feature 'items': values must be a 1-dimensional int64 tensor, got torch.int32"),
-        ("weight", ValueError, "the weight of a batch is nan, must be >= 0"),
-        ("weights", ValueError, "the batch has 9 weights; at most 8 losses are supported"),
-        ("dense_nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
-        ("nan", NonFiniteError, f"step {BAD_STEP}: a loss or a gradient is not finite on some rank"),
-    ],
-)
-def test_every_rank_raises_and_goes_on(schedule: str, size: int, kind: str, error: type[Exception], text: str) -> None:
-    results = on_ranks(size, fail_and_go_on, kind, schedule)
-    for rank, (name, message, seconds, unchanged, num_steps) in enumerate(results):
-        is_bad = rank == size - 1
+@pytest.mark.parametrize("kinds", [[*ERRORS][i::3] for i in range(3)], ids="-".join)
+def test_every_rank_raises_and_goes_on(schedule: str, size: int, kinds: list[str]) -> None:
+    results = on_ranks(size, fail_in_ways, schedule, kinds)
+    for kind in kinds:
+        check_outcomes([outcomes[kind] for outcomes in results], *ERRORS[kind])
+
+
+def check_outcomes(outcomes: list[Outcome], error: type[Exception], text: str) -> None:
+    for rank, (name, message, seconds, unchanged, num_steps) in enumerate(outcomes):
+        is_bad = rank == len(outcomes) - 1
         assert name == (error if is_bad or error is NonFiniteError else RankError).__name__, message
         assert text in message
         if not is_bad and error is not NonFiniteError:
-            assert f"rank {size - 1} failed: {error.__name__}: " in message
-        assert seconds < 10
-        assert unchanged
-        assert num_steps == CASE.steps
+            assert f"rank {len(outcomes) - 1} failed: {error.__name__}: " in message
+        assert seconds < 10, text
+        assert unchanged, text
+        assert num_steps == CASE.steps, text
 
 
 RETURNED = {

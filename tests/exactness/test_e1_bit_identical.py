@@ -29,10 +29,11 @@ def digests(world: World, case: Case) -> list[str]:
 
 
 ADAM, ADAGRAD = Case("adam", "shared", 4, steps=8), Case("adagrad", "pooled_mean", 5, steps=8)
-THREE = pytest.param(3, ADAM, marks=pytest.mark.slow)
+FEW_STEPS = Case("rowwise_adagrad", "sequence", 3, steps=5)
+SLOW = [pytest.param(size, case, marks=pytest.mark.slow) for size, case in ((3, ADAM), (4, ADAGRAD))]
 
 
-@pytest.mark.parametrize(("size", "case"), [(1, ADAM), (2, ADAGRAD), THREE, (4, ADAGRAD)], ids=str)
+@pytest.mark.parametrize(("size", "case"), [(1, ADAM), (2, ADAGRAD), (4, FEW_STEPS), *SLOW], ids=str)
 def test_runs_repeat_and_windows_agree(size: int, case: Case) -> None:
     assert len({digest for results in on_ranks(size, digests, case) for digest in results}) == 1
 

@@ -22,9 +22,9 @@ from tests.exactness.cases import (
     PlainTorch,
     global_batches,
     make_trainer,
+    on_ranks,
     train,
 )
-from tests.ranks import run_ranks
 
 ALL = [
     (size, Case(optimizer, layout, num_micro_batches))
@@ -50,10 +50,22 @@ def name_of(value: object) -> str:
     return f"R{value}" if isinstance(value, int) else str(value)
 
 
-def check(size: int, case: Case) -> None:
-    results = [train(World(), case)] if size == 1 else run_ranks(size, train, case)
+def train_all(world: World, case: Case, schedules: tuple[str, ...]) -> list:
+    return [train(world, replace(case, schedule=schedule)) for schedule in schedules]
+
+
+def check(size: int, case: Case, *schedules: str) -> None:
+    """Trains with each schedule on the same ranks, and compares each with one plain training."""
     plain = PlainTorch(case)
-    losses = [plain.step(batch) for batch in global_batches(STEPS)]
+    losses = [plain.step(batch) for batch in global_batches(case.steps)]
+    ranks = on_ranks(size, train_all, case, schedules)
+    assert [len(results) for results in ranks] == [len(schedules)] * size
+    for results in zip(*ranks, strict=True):
+        compare(results, plain, losses)
+
+
+def compare(results: tuple, plain: PlainTorch, losses: list[float]) -> None:
+    """Compares the results of all ranks with plain torch's."""
     assert results[0][1] == pytest.approx(losses, rel=1e-10)
     for name, expected in plain.model.state_dict().items():
         assert_close(results[0][2][name], expected)
@@ -69,14 +81,14 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() / expected.abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("size", "case"), pairwise(ALL), ids=name_of)
-def test_equals_plain_torch(size: int, case: Case) -> None:
-    check(size, case)
+FEW_STEPS = 15
+WAYS = [(*one, ("inter", "nested")[i % 2]) for i, one in enumerate(pairwise(ALL))]
+"""Each case with one schedule in addition to serial."""
 
 
-@pytest.mark.parametrize(("size", "case"), pairwise(ALL)[::2], ids=name_of)
-def test_nested_equals_plain_torch(size: int, case: Case) -> None:
-    check(size, replace(case, schedule="nested"))
+@pytest.mark.parametrize(("size", "case", "schedule"), WAYS, ids=name_of)
+def test_equals_plain_torch(size: int, case: Case, schedule: str) -> None:
+    check(size, replace(case, steps=FEW_STEPS), "serial", schedule)
 
 
 FLOAT32_BOUND = STEPS * torch.finfo(torch.float32).eps
@@ -116,4 +128,4 @@ EVERYWHERE += [("nested", *one) for one in ALL[1::3]]
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size", "case"), EVERYWHERE, ids=name_of)
 def test_equals_plain_torch_everywhere(schedule: str, size: int, case: Case) -> None:
-    check(size, replace(case, schedule=schedule))
+    check(size, case, schedule)

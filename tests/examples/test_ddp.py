@@ -5,8 +5,12 @@ With two ranks a sum has one order, so DDP and DenseReducer give the same bits. 
 """
 
 import importlib
+import os
 import re
+import runpy
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,14 +21,44 @@ from nestpipe import DenseReducer, World
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.train.digest import digest
 from tests.examples.test_own_model import run
+from tests.forked import run_forked
 from tests.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 STEPS = 4
 
 
+def run_rank(rank: int, port: int) -> None:
+    """Runs the example with the environment that torchrun gives a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    sys.path.insert(0, str(EXAMPLE.parent))
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def outputs_of_two_ranks() -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda rank: run_forked(run_rank, rank, port), range(2)))
+    assert [done.returncode for done in results] == [0, 0], [done.stderr for done in results]
+    return [done.stdout for done in results]
+
+
+def test_two_ranks() -> None:
+    output, other_output = outputs_of_two_ranks()
+    assert other_output == ""  # rank 0 alone prints
+    check_losses(output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)  # two ranks beside the other tests that run at the same time
 def test_under_torchrun() -> None:
-    output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE))
+    check_losses(run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)))
+
+
+def check_losses(output: str) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
     assert len(losses) == 2  # printed by rank 0 alone
     assert losses[-1] < 0.6  # guessing costs 0.69

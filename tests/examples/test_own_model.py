@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_script
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
@@ -21,7 +23,9 @@ def losses(output: str, rank: int) -> list[float]:
 
 
 def test_alone() -> None:
-    output = run(sys.executable, str(EXAMPLE))
+    done = run_script(EXAMPLE)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert losses(output, 0)[-1] < 0.55  # guessing costs 0.69
     assert re.search(r"rank 0 owns 1000 item rows and 9600 user rows", output)
 
@@ -29,7 +33,6 @@ def test_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)  # two ranks beside the other tests that run at the same time
 def test_under_torchrun() -> None:
-    """test_ddp.py runs under torchrun in every run of the tests."""
     output = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE))
     assert losses(output, 0)[-1] + losses(output, 1)[-1] < 0.55
     owned = [tuple(map(int, found)) for found in re.findall(r"owns (\d+) item rows and (\d+) user rows", output)]

@@ -14,6 +14,7 @@ from nestpipe.bench.harness.memory import resident_bytes
 from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, group_by_owner, init
 from nestpipe.store.interface import check_array
 from nestpipe.store.native import library
+from tests.forked import run_forked
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ print("still good")
 
 def test_out_of_memory_is_refused() -> None:
     """400 MB of rows in 200 MB of address space are refused. Nothing changes, and the store stays usable."""
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    done = run_forked(exec, OUT_OF_MEMORY, {})
     assert done.returncode == 0, done.stderr
     assert "refused: out of memory: the system refused" in done.stdout
     assert "still good" in done.stdout
@@ -232,7 +233,7 @@ for name, dim in (("wide", 2**14), ("narrow", 1)):  # no room for the records; r
 
 def test_refused_reserve_maps_nothing() -> None:
     """Fails if Table::reserve leaves the arena larger when there is no memory for the index."""
-    done = subprocess.run([sys.executable, "-c", REFUSED_RESERVE], capture_output=True, text=True, check=False)
+    done = run_forked(exec, REFUSED_RESERVE, {})
     assert done.stdout == "wide refused\nnarrow refused\n", done.stderr
 
 

@@ -66,7 +66,8 @@ def make_slopes(name: str, arrays: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("lengths", "max_length", "heads", "dims", "dtype", "tolerance"),
     [
-        ([0, 1, 34, 0, 16, 49], 49, 2, (5, 3), torch.float32, 2e-6),
+        ([0, 1, 33, 0, 16], 34, 2, (5, 3), torch.float32, 2e-6),
+        pytest.param([0, 1, 34, 0, 16, 49], 49, 2, (5, 3), torch.float32, 2e-6, marks=pytest.mark.slow),
         ([17, 3], 17, 3, (50, 25), torch.float32, 2e-6),
         ([33, 2], 40, 1, (16, 32), torch.bfloat16, 2e-2),
         pytest.param([5, 18], 20, 8, (25, 50), torch.bfloat16, 2e-2, marks=pytest.mark.slow),

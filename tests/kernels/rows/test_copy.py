@@ -155,19 +155,28 @@ def test_first_rows_replace_the_target(device: torch.device, num_rows: int, widt
     assert int(exceeds) == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), LARGEST / 3, -LARGEST / 3])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_exceeds_finds_non_finite_and_large_sums(device: torch.device, bad: float, is_first: bool) -> None:
+PLACES = (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1)
+"""The first and the last element, and both sides of the end of a row."""
+
+
+@pytest.mark.parametrize(
+    ("bad", "is_first", "where"),
+    [
+        (bad, is_first, PLACES[(i + j) % len(PLACES)])
+        for i, bad in enumerate([float("nan"), float("inf"), -float("inf"), LARGEST / 3, -LARGEST / 3])
+        for j, is_first in enumerate([True, False])
+    ],
+)
+def test_exceeds_finds_non_finite_and_large_sums(device: torch.device, bad: float, is_first: bool, where: int) -> None:
     """Finds them at any place, in target or source. Fails if add_kernel tests `total != total` only, or does not take
     magnitudes. The reference finds the same."""
     places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
-    for where in (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1) if math.isinf(bad) or math.isnan(bad) else (8 * 130,):
-        for add in (add_rows, reference.add_rows):
-            target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
-            (source if is_first else target).view(-1)[where] = bad
-            exceeds = torch.zeros(1, dtype=torch.int32, device=device)
-            add(target, places, source, flags, LARGEST / 4, exceeds)
-            assert int(exceeds) == 1
+    for add in (add_rows, reference.add_rows):
+        target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
+        (source if is_first else target).view(-1)[where] = bad
+        exceeds = torch.zeros(1, dtype=torch.int32, device=device)
+        add(target, places, source, flags, LARGEST / 4, exceeds)
+        assert int(exceeds) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

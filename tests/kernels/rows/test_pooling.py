@@ -143,8 +143,17 @@ LAYOUTS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("num_samples", [0, 1, 2, 30])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def with_samples(layouts: Sequence[str]) -> pytest.MarkDecorator:
+    """Tries each layout with many samples and with few, 0 to 2 in turn; slow tests try the others."""
+    cases = [
+        pytest.param(layout, num_samples, marks=() if num_samples in (i % 3, 30) else pytest.mark.slow)
+        for i, layout in enumerate(layouts)
+        for num_samples in (0, 1, 2, 30)
+    ]
+    return pytest.mark.parametrize(("layout", "num_samples"), cases)
+
+
+@with_samples([*LAYOUTS])
 def test_gradients_of_any_layout(layout: str, num_samples: int, device: torch.device) -> None:
     """Fails if _SideBySide.join leaves out unused features instead of taking zeros for them."""
     torch.manual_seed(num_samples)
@@ -167,8 +176,7 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("num_samples", [0, 1, 2, 30])
-@pytest.mark.parametrize("layout", JOINED)
+@with_samples([*JOINED])
 def test_gradients_of_joined_features(layout: str, num_samples: int, device: torch.device) -> None:
     """Fails if _SideBySide.join hands on an expanded gradient as it is, whose elements all lie in one place."""
     torch.manual_seed(num_samples)
