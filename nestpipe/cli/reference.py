@@ -34,9 +34,9 @@ def keys_page() -> str:
     sections = get_type_hints(Config)
     for section, rows in groupby(describe(), key=lambda row: row[0].split(".")[0]):
         header = f"[[{section}]]" if section == "tables" else f"[{section}]"
-        parts.append(f"## `{header}`\n\n{_section_text(sections[section])}| key | type | default | meaning |")
+        parts.append(f"## `{header}`\n\n{_section_text(sections[section])}| key | meaning | default | type |")
         parts[-1] += "\n| --- | --- | --- | --- |"
-        parts += [_row(f"`{key}`", *map(_cell, rest)) for key, *rest in rows]
+        parts += [_row(f"`{key}`", *map(_cell, (meaning, default, kind))) for key, kind, default, meaning in rows]
         parts.append("")
     return "\n".join(parts)
 

@@ -41,7 +41,7 @@ def test_quick_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)  # the tutorial starts ten commands, next to other tests
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page.name not in QUICK], ids=ids)
 def test_slow_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(page, tmp_path, monkeypatch)
