@@ -43,7 +43,7 @@ def keys_page() -> str:
 
 def _section_text(hint: Any) -> str:
     """Returns the docstring of a section; empty if it is the one that dataclass makes."""
-    section = hint if is_dataclass(hint) else get_args(hint)[0]
+    section: Any = hint if is_dataclass(hint) else get_args(hint)[0]
     text = inspect.getdoc(section) or ""
     return "" if text.startswith(f"{section.__name__}(") else f"{text}\n\n"
 
@@ -61,7 +61,7 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
-def _commands(group: TyperGroup, context: typer.Context, path: str) -> Iterator[str]:
+def _commands(group: TyperGroup, context: Any, path: str) -> Iterator[str]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
