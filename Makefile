@@ -7,7 +7,7 @@ JOBS := $(shell nproc)
 IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many tests wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help demo install native native-test test test-slow check lint asan tsan bench bench-peer wheel clean
+.PHONY: help demo install native native-test test test-slow check lint docs reference asan tsan bench bench-peer wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -40,13 +40,19 @@ test-slow: install native-test ## run all tests, the slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not alone' --numprocesses $(JOBS) --dist worksteal --timeout 180
 	$(BIN)/python -m pytest -m alone
 
-check: install lint asan tsan ## check formatting and types, and run the native tests under the sanitizers
+check: install lint docs asan tsan ## check formatting, types and documents; run the native tests under the sanitizers
 
 lint: install ## check formatting and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+docs: install ## build the documentation site into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+reference: install native ## write the reference of recipe keys and commands into docs/reference
+	$(BIN)/python -m nestpipe.cli.reference docs/reference
 
 asan: ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S . -B build/asan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=address,undefined >/dev/null

@@ -85,10 +85,11 @@ def test_files_are_small() -> None:
     assert {path.name: lines for path in sources if (lines := len(path.read_text().splitlines())) > 400} == {}
 
 
-@pytest.mark.parametrize("document", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=str)
+@pytest.mark.parametrize("document", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")), ids=str)
 def test_links_and_commands_of_documents_exist(document: Path) -> None:
     text = document.read_text()
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
         assert (document.parent / link).exists(), f"{document.name} links to {link}"
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in re.findall(r"`make ([a-z-]+)`", text):
