@@ -21,7 +21,7 @@ from nestpipe.recipe.checkpoints import Checkpoints
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.run_log import TRACE, RunLog
-from nestpipe.recipe.summary import device_memory, summarise, table_memory
+from nestpipe.recipe.summary import device_memory, environment, summarise, table_memory
 from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
 from nestpipe.recipe.value import ConfigError
@@ -95,6 +95,7 @@ def run(
         "device_memory": device_memory(result, world),
         "skipped": _skipped(config, this_run),
         "tables": [asdict(table) for table in table_memory(trainer)],
+        "environment": environment(world),
         "digest": trainer.digest(),
         "config": to_toml(config),
     }
