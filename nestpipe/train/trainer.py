@@ -188,7 +188,8 @@ class Trainer:
     def _trace(self, result: FitResult) -> Trace:
         if result.spans is not None and result.traced_steps is None:
             result.traced_steps = range(self.num_steps, self.num_steps + TRACED_STEPS)
-        return Trace(result.times, result.spans, self.num_steps, self.world.device, result.traced_steps)
+        spans = result.spans, self.num_steps, self.world.device, result.traced_steps
+        return Trace(result.times, *spans, nvtx=self.options.nvtx)
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
         """Returns whether a callback ends the training on any rank: all ranks must leave the loop at the same step."""
