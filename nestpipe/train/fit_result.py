@@ -35,6 +35,9 @@ class FitResult:
     """Whether a rank was asked to stop, by SIGTERM for example; all ranks then stop at the same step."""
     device_bytes: DeviceBytes | None = None
     """Device memory that the embeddings of the largest batch need by the formula; None without a budget."""
+    forward_flops_per_sample: float | None = None
+    """Floating-point operations of the model's forward on a sample, from the batch that the split check has tried; None
+    without that check."""
     peak_device_bytes: int = 0
     """Peak device memory of the embeddings; 0 without a budget."""
 

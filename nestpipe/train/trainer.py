@@ -132,7 +132,7 @@ class Trainer:
             split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             with self.world.watch.doing("the split check"):
-                check.first_batch(source, steps)
+                result.forward_flops_per_sample = check.first_batch(source, steps)
         num_steps_before, num_skipped_before, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
