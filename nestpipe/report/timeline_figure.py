@@ -32,7 +32,7 @@ def timeline_figure(traces: Sequence[tuple[str, RankTrace]], num_steps: int) -> 
         text = f"<b>{short(name)}</b>  {window[1] - window[0]:,.1f} ms"
         titles.append(heading(text, top / inner, yref="paper", yshift=6))
         top = bottom
-    x_axis = axis(range=[0, longest], ticksuffix=" ms", nticks=8, anchor="free", position=0)
+    x_axis = axis(range=[0, longest], ticksuffix=" ms", nticks=5, tickangle=0, anchor="free", position=0)
     return {
         "data": data,
         "layout": layout(
