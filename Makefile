@@ -7,7 +7,8 @@ JOBS := $(shell nproc)
 IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # many tests wait for processes that they start
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
-.PHONY: help demo install native native-test test test-slow check lint docs reference asan tsan bench bench-peer wheel clean
+.PHONY: help demo install browser native native-test test test-slow check lint docs reference asan tsan bench bench-peer \
+	wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -22,6 +23,9 @@ install: .venv/installed ## create .venv with the package, its dependencies and 
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
 	@touch $@
+
+browser: ## install Debian's Chromium, in which `make test-slow` opens the report page; needs root
+	apt-get install --yes --no-install-recommends chromium chromium-driver
 
 native: ## build the native library into the source tree; needs cmake and a C++17 compiler, not pip
 	@cmake -S . -B build/native -DNESTPIPE_TESTS=ON >/dev/null

@@ -23,7 +23,7 @@ ALLOWED = {
     "embedding": {"store", "kernels", "device", "data", "distributed"},
     "checkpoint": {"embedding", "store", "distributed"},
     "pipelining": {"checkpoint", "embedding", "store", "device", "data", "distributed"},
-    "train": {"checkpoint", "pipelining", "embedding", "store", "device", "data", "distributed"},
+    "train": {"checkpoint", "pipelining", "embedding", "kernels", "store", "device", "data", "distributed"},
     "evaluation": {"checkpoint", "train", "embedding", "store", "data", "distributed"},
     "recipe": {
         *("evaluation", "train", "checkpoint", "models", "pipelining", "embedding", "store", "device", "datasets"),

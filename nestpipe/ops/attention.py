@@ -21,6 +21,7 @@ from torch import Tensor
 from nestpipe.kernels.attention.tiles import LARGEST_DIM, SIZES
 from nestpipe.kernels.dispatch import compiles_triton, interprets_triton, kernels_cannot_run, without_autocast
 from nestpipe.kernels.dispatch import product_dtype as product_dtype
+from nestpipe.kernels.flops import counts_as
 from nestpipe.ops.attention_blocks import BlockedFuxi, BlockedHstu, wide
 from nestpipe.ops.sequences import BLOCK, Blocks, Pairs, Sequences
 
@@ -33,12 +34,14 @@ def hstu_attention(
     """Returns [num_tokens, heads, dim_v]: the sum of silu(q_i k_j + b_pos + b_ts) / max_length * v_j over j <= i."""
     check_weights(w_pos, sequences, form)
     if form == "plain":
-        return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
+        with counts_as(lambda: _flops(q, v, 1, sequences)):
+            return _plain_hstu(q, k, v, w_pos, w_ts, sequences)
     if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention.attention import hstu_attention_kernel  # imports Triton
 
         return hstu_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
-    out: Tensor = BlockedHstu.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
+    with counts_as(lambda: _flops(q, v, 1, sequences)):
+        out: Tensor = BlockedHstu.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -51,13 +54,21 @@ def fuxi_attention(
     """
     check_weights(w_pos, sequences, form)
     if form == "plain":
-        return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
+        with counts_as(lambda: _flops(q, v, 3, sequences)):
+            return _plain_fuxi(q, k, v, w_pos, w_ts, sequences)
     if takes_kernels(q, q.dtype, q.shape[2], v.shape[2], form):
         from nestpipe.kernels.attention.attention import fuxi_attention_kernel  # imports Triton
 
         return fuxi_attention_kernel(q, k, v, w_pos, w_ts, sequences.in_tiles(SIZES[q.dtype]))
-    out: Tensor = BlockedFuxi.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
+    with counts_as(lambda: _flops(q, v, 3, sequences)):
+        out: Tensor = BlockedFuxi.apply(q, k, v, w_pos, w_ts, _blocks(sequences))  # type: ignore[no-untyped-call]
     return out
+
+
+def _flops(q: Tensor, v: Tensor, num_sums: int, sequences: Sequences) -> int:
+    """Returns the operations of a forward: a score and sums over v for each token and each one up to it."""
+    num_pairs = sum(length * (length + 1) // 2 for length in sequences.lengths)
+    return 2 * q.shape[1] * (q.shape[2] + num_sums * v.shape[2]) * num_pairs
 
 
 def tile_size(x: Tensor, dim_qk: int, dim_v: int, form: str) -> int | None:

@@ -30,6 +30,7 @@ from nestpipe.kernels.dispatch import (
     runs_triton,
     without_autocast,
 )
+from nestpipe.kernels.flops import counts_as
 from nestpipe.kernels.rows.pinned import upload
 from nestpipe.kernels.softmax.sampled_softmax import OUTPUT_DTYPES, SMALLEST_NORM, sampled_softmax_kernel
 from nestpipe.ops.row_sequences import RowSequence, check_targets, next_items
@@ -56,6 +57,20 @@ def sampled_softmax(
     outputs is [num_tokens, dim]. history has the tokens, and target has the item after the last one of each sample.
     Negatives are listed by token or by sample (negatives_per), the same number for each. The features share their rows.
     """
+    with counts_as(lambda: 2 * outputs.numel() * (1 + _num_negatives(negatives.index, sequences, negatives_per))):
+        return _loss(outputs, history, target, negatives, sequences, negatives_per, temperature, form)
+
+
+def _loss(
+    outputs: Tensor,
+    history: RowSequence,
+    target: RowSequence,
+    negatives: RowSequence,
+    sequences: Sequences,
+    negatives_per: str,
+    temperature: float,
+    form: str,
+) -> Tensor:
     check_targets(target, sequences)
     negative_lists = _negative_lists(negatives.index, sequences, negatives_per)
     if _takes_kernels(outputs, history.rows, negatives_per, form):
@@ -144,6 +159,10 @@ def _negative_lists(negatives: Tensor, sequences: Sequences, negatives_per: str)
             f"there are {len(negatives)} negatives for {count} {negatives_per}s; each must have the same number of them"
         )
     return negatives.view(count, -1)
+
+
+def _num_negatives(negatives: Tensor, sequences: Sequences, negatives_per: str) -> int:
+    return _negative_lists(negatives, sequences, negatives_per).shape[1]
 
 
 def _plain(

@@ -36,6 +36,9 @@ class PipelineOptions:
     stale: bool = False
     """For experiments: shows the model shared rows as they were before the last update. The result is wrong."""
 
+    nvtx: bool = False
+    """Whether operations are ranges of NVTX, for a profiler, on CUDA."""
+
     def __post_init__(self) -> None:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("window", self.window, WINDOWS)

@@ -66,7 +66,7 @@ class Pipeline:
         self.store = store if store is not None else make_store(self.tables, seed, num_threads)
         """Store that holds the rows; pass it to the next pipeline to continue with them."""
         self.world = World.given_or_found(world)
-        self.trace = trace or Trace(device=self.world.device)
+        self.trace = trace or Trace(device=self.world.device, nvtx=self.options.nvtx)
         self.num_skipped = 0
         """Batches of weight 0, which do not count as steps."""
         self.num_applied = 0

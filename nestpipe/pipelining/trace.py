@@ -20,6 +20,7 @@ from threading import Lock
 
 import torch
 
+from nestpipe.device.ranges import ranges_on
 from nestpipe.device.streams import with_streams
 from nestpipe.pipelining.schedule import Op
 from nestpipe.pipelining.stage import BUSY, COMPUTE, STAGES
@@ -103,6 +104,10 @@ def _record(device: torch.device) -> torch.Event:
     return event
 
 
+def _range_name(stage: str, batch: int, micro_batch: int) -> str:
+    return f"{stage} {batch}" if micro_batch < 0 else f"{stage} {batch}.{micro_batch}"
+
+
 class Trace:
     """Measures stages. On the compute lane a nested span interrupts the outer one, so that no time counts twice."""
 
@@ -113,13 +118,18 @@ class Trace:
         first_batch: int = 0,
         device: torch.device | None = None,
         traced_batches: range | None = None,
+        nvtx: bool = False,
     ) -> None:
-        """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit."""
+        """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit.
+
+        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only.
+        """
         self.steps = steps if steps is not None else StepLog()
         """Steps that were applied."""
         self.spans = spans
         """Spans of all lanes; None if they are not kept."""
         self._traced_batches = traced_batches
+        self._ranges = ranges_on(device, nvtx)
         self.current = StepTimes(-1)
         """The step under way, or the time between two runs."""
         self._first_batch = first_batch
@@ -196,6 +206,8 @@ class Trace:
         busy = self._busy.get(STAGES[op.stage].busy_field or "")
         batch = self._first_batch + op.batch
         event = _record(self._device) if self._device is not None and self._is_traced(batch) else None
+        if self._ranges is not None:
+            self._ranges.range_push(_range_name(op.stage, batch, op.micro_batch))
         begin = time.perf_counter_ns()
         if busy is not None:
             busy.begin(begin)
@@ -205,6 +217,8 @@ class Trace:
             end = time.perf_counter_ns()
             if busy is not None:
                 busy.end(end)
+            if self._ranges is not None:
+                self._ranges.range_pop()
             if event is not None and self._device is not None:
                 self._stream_spans.append(
                     _StreamSpan(op.lane, op.stage, batch, op.micro_batch, event, _record(self._device))
@@ -224,6 +238,11 @@ class Trace:
             self._end_on_host(now)
         else:
             self._end_on_device(self._device)
+        if self._ranges is not None:
+            if self._stage:
+                self._ranges.range_pop()
+            if stage:
+                self._ranges.range_push(_range_name(stage, self._batch, micro_batch))
         outer = self._stage, self._micro_batch
         self._stage, self._micro_batch, self._since = stage, micro_batch, now
         return outer

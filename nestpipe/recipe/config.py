@@ -296,6 +296,7 @@ class LoggingSection:
     dir: str | None = key(None, "folder for the summary, a line for each step, and the trace; not set: none")
     jsonl: bool = key(True, "write a line of JSON for each step and each evaluation to logging.dir")
     tensorboard: bool = key(False, "write events for TensorBoard to logging.dir")
+    nvtx: bool = key(False, "on CUDA, name operations in a profiler by ranges of NVTX", option="nvtx")
 
 
 @dataclass(frozen=True)

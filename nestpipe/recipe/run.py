@@ -19,9 +19,10 @@ from nestpipe.pipelining.trace import Span
 from nestpipe.recipe.build import Run, build, build_metrics
 from nestpipe.recipe.checkpoints import Checkpoints
 from nestpipe.recipe.config import Config
+from nestpipe.recipe.flops import model_flops
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.run_log import TRACE, RunLog
-from nestpipe.recipe.summary import device_memory, summarise, table_memory
+from nestpipe.recipe.summary import device_memory, environment, summarise, table_memory
 from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
 from nestpipe.recipe.value import ConfigError
@@ -85,6 +86,7 @@ def run(
         "final_loss": result.losses[-1] if result.losses else None,
         "num_skipped_batches": result.num_skipped,
         **times.fields,
+        **model_flops(result, times.fields, trainer),
         "spread": times.spread,
         "metrics": {} if result.is_stop_requested else _last_metrics(config, this_run, result),
         "split": this_run.source.split,
@@ -95,6 +97,7 @@ def run(
         "device_memory": device_memory(result, world),
         "skipped": _skipped(config, this_run),
         "tables": [asdict(table) for table in table_memory(trainer)],
+        "environment": environment(world),
         "digest": trainer.digest(),
         "config": to_toml(config),
     }

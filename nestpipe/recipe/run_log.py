@@ -154,6 +154,6 @@ def _event_writer() -> Any:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
         raise ConfigError(
-            "logging.tensorboard is true, but TensorBoard is not installed; `pip install tensorboard` installs it"
+            "logging.tensorboard is true, but TensorBoard is missing; `pip install 'nestpipe[tensorboard]'` installs it"
         ) from None
     return SummaryWriter

@@ -1,17 +1,22 @@
 """Summarises the time, bytes and memory of a run over all ranks."""
 
+import json
+import platform
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import nestpipe
+from nestpipe.device.machine import accelerator, cpu_name
 from nestpipe.device.tally import whole_device_peak
 from nestpipe.distributed import World
 from nestpipe.embedding.budget import DeviceBytes
 from nestpipe.pipelining.stage import BUSY, STAGES
 from nestpipe.pipelining.step_times import BYTE_FIELDS, StepLog, StepTimes, StepTotals
+from nestpipe.store.cores import usable_cores
 
 if TYPE_CHECKING:
     from nestpipe.train.fit_result import FitResult
@@ -126,3 +131,21 @@ def device_memory(result: "FitResult", world: World) -> dict[str, int | None] | 
         return None if whole is None else device
     term_bytes = {f"{name}_bytes": part for name, part in zip(terms, parts, strict=True)}
     return {"formula_bytes": formula, "peak_bytes": peak, **term_bytes, "host_staging_bytes": staging, **device}
+
+
+def environment(world: World) -> dict[str, Any]:
+    """Describes versions and hardware of rank 0's machine. All ranks call it and get the same."""
+    own: dict[str, Any] = {}
+    if world.rank == 0:
+        own = {
+            "nestpipe": nestpipe.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "system": f"{platform.system()} {platform.release()}",
+            "cpu": cpu_name(),
+            "cores": usable_cores(),
+            "device": str(world.device),
+            **accelerator(),
+        }
+    shared: dict[str, Any] = json.loads(world.control.share_text(json.dumps(own))[0])
+    return shared

@@ -15,6 +15,7 @@ from nestpipe.distributed import World
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.read import read_batch
 from nestpipe.embedding.table import Feature
+from nestpipe.kernels.flops import counting
 from nestpipe.store import Store
 from nestpipe.train.fixed_noise import FixedNoise, fixed_noise, seed_alike
 from nestpipe.train.loss import loss_sums
@@ -61,19 +62,22 @@ class SplitCheck:
             name = f"into {num_micro_batches} micro-batches, cluster.method = {clustering.method!r}"
             self._splits[name] = (num_micro_batches, clustering)
 
-    def first_batch(self, source: BatchSource, steps: int | None) -> None:
+    def first_batch(self, source: BatchSource, steps: int | None) -> float | None:
         """Checks the first batch with at least two samples, and gives all batches it pulled back to the source.
 
         The check runs in the caller's thread, because another thread pulls batches while the model trains. An error
         takes the place of its batch and is raised when that batch is pulled, so that all ranks learn of it.
+
+        Returns the floating-point operations of a forward on one of its samples; None if they are not known.
         """
+        flops = None
         pulled: list[Batch | Exception] = []
         try:
             for batch in islice(source, steps):
                 pulled.append(batch)
                 if len(batch) >= 2:
                     try:
-                        self.check(batch)
+                        flops = self.check(batch)
                     except Exception as error:
                         pulled[-1] = error
                     break
@@ -82,11 +86,21 @@ class SplitCheck:
         except Exception as error:  # raised by the reader
             pulled.append(error)
         source.give_back(pulled)
+        return flops
 
-    def check(self, batch: Batch) -> None:
-        """Compares the sums. The model, its buffers and the random generators stay as they are."""
+    def check(self, batch: Batch) -> float | None:
+        """Compares the sums. The model, its buffers and the random generators stay as they are.
+
+        Returns the floating-point operations of a forward on a sample, of which this is a good place to count them: no
+        step is slower for it. None if the model does not run while it is counted.
+        """
         with _undisturbed(self._model), torch.no_grad(), fixed_noise(self._device) as noise:
-            whole = self._sums(batch, 1, GIVEN_ORDER, noise)
+            try:
+                with counting() as count:
+                    whole = self._sums(batch, 1, GIVEN_ORDER, noise)
+                flops = count.total / len(batch)
+            except Exception:  # the model's own error comes again, without the count
+                flops, whole = None, self._sums(batch, 1, GIVEN_ORDER, noise)
             parts = {name: self._sums(batch, *split, noise) for name, split in self._splits.items()}
         tolerance = max(TOLERANCE[feature.table.dtype] for feature in self._features.values())
         for loss, expected in whole.items():
@@ -94,6 +108,7 @@ class SplitCheck:
                 close = abs(expected - sums[loss]) <= tolerance * max(abs(expected), abs(sums[loss]), 1e-6)
                 if math.isfinite(expected) and not close:  # the step reports a loss that is not finite
                     self._object(loss, split, expected, sums[loss], noise)
+        return flops
 
     def _object(self, loss: str, split: str, whole: float, parts: float, noise: FixedNoise) -> None:
         """Refuses the model, or warns if it will be trained in one micro-batch."""

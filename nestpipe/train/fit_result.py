@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from nestpipe.embedding.budget import DeviceBytes
+from nestpipe.embedding.budget import DeviceBudget, DeviceBytes
 from nestpipe.pipelining.step_times import StepLog, StepTimes
 from nestpipe.pipelining.trace import Span
 
@@ -35,8 +35,18 @@ class FitResult:
     """Whether a rank was asked to stop, by SIGTERM for example; all ranks then stop at the same step."""
     device_bytes: DeviceBytes | None = None
     """Device memory that the embeddings of the largest batch need by the formula; None without a budget."""
+    forward_flops_per_sample: float | None = None
+    """Floating-point operations of the model's forward on a sample, from the batch that the split check has tried; None
+    without that check."""
     peak_device_bytes: int = 0
     """Peak device memory of the embeddings; 0 without a budget."""
+
+    def add_memory(self, budget: DeviceBudget | None) -> None:
+        """Takes note of a run's device memory. budget: None if the run had none."""
+        if budget is not None:
+            if self.device_bytes is None or budget.largest.total > self.device_bytes.total:
+                self.device_bytes = budget.largest
+            self.peak_device_bytes = max(self.peak_device_bytes, budget.peak_bytes)
 
 
 class Callback(Protocol):

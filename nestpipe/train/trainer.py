@@ -133,7 +133,7 @@ class Trainer:
             split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
             with self.world.watch.doing("the split check"):
-                check.first_batch(source, steps)
+                result.forward_flops_per_sample = check.first_batch(source, steps)
         num_steps_before, num_skipped_before, reader = self.num_steps, self.num_skipped, BatchReader(source)
         self._pipeline = pipeline = Pipeline(
             self.features,
@@ -172,7 +172,7 @@ class Trainer:
             self.is_partially_updated |= pipeline.partially_updated or pipeline.failed_step is not None
             self._record_progress(pipeline, result, num_steps_before, num_skipped_before)
             result.num_skipped += pipeline.num_skipped
-            _add_memory(result, pipeline)
+            result.add_memory(pipeline.budget)
             source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a failed batch is not retried
             source.give_back(pipeline.untrained)
         return result
@@ -189,7 +189,8 @@ class Trainer:
     def _trace(self, result: FitResult) -> Trace:
         if result.spans is not None and result.traced_steps is None:
             result.traced_steps = range(self.num_steps, self.num_steps + TRACED_STEPS)
-        return Trace(result.times, result.spans, self.num_steps, self.world.device, result.traced_steps)
+        spans = result.spans, self.num_steps, self.world.device, result.traced_steps
+        return Trace(result.times, *spans, nvtx=self.options.nvtx)
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
         """Returns whether a callback ends the training on any rank: all ranks must leave the loop at the same step."""
@@ -389,12 +390,3 @@ def _check_device(model: nn.Module, device: torch.device) -> None:
             f"the model has parameters or buffers on {', '.join(sorted(elsewhere))}, the ranks train on {device}; call "
             f"model.to({str(device)!r}) before the Trainer is made, or World(device=...)"
         )
-
-
-def _add_memory(result: FitResult, pipeline: Pipeline) -> None:
-    if pipeline.budget is None:
-        return
-    largest = pipeline.budget.largest
-    if result.device_bytes is None or largest.total > result.device_bytes.total:
-        result.device_bytes = largest
-    result.peak_device_bytes = max(result.peak_device_bytes, pipeline.budget.peak_bytes)

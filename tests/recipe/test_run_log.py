@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+import nestpipe
 from nestpipe import World
 from nestpipe.recipe.run import Summary, run
 from nestpipe.recipe.text import load_config
@@ -42,6 +44,16 @@ def test_a_line_for_each_step(schedule: str, tmp_path: Path) -> None:
     assert json.loads((folder / "summary.json").read_text())["digest"] == summary["digest"]
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sorted(file.name for file in folder.iterdir()) == ["steps.jsonl", "summary.json", "trace.json"]
+
+
+def test_the_environment_of_a_run(tmp_path: Path) -> None:
+    """Fails if the summary does not say which versions and which machine it comes from."""
+    run_small(f"logging.dir={tmp_path}", "train.steps=1")
+    environment = json.loads((tmp_path / "summary.json").read_text())["environment"]
+    assert (environment["nestpipe"], environment["torch"]) == (nestpipe.__version__, torch.__version__)
+    assert environment["cores"] >= 1
+    assert environment["cpu"]
+    assert environment["device"] == "cpu"
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -95,6 +107,21 @@ def test_events_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert written.count("closed") == 2
     assert [entry for entry in written if entry[0] == "loss"] == [("loss", 1), ("loss", 2), ("loss", 3)]
+
+
+def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
+    """Fails if events are not written to the folder, or not at their steps, or a resumed run leaves old ones."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    settings = f"logging.dir={tmp_path / 'log'}", f"checkpoint.dir={tmp_path / 'save'}", "logging.tensorboard=true"
+    for steps in (2, 3):
+        run_small(*settings, f"train.steps={steps}", "evaluate.every=2")
+    events = event_accumulator.EventAccumulator(str(tmp_path / "log" / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("loss")}
+    assert list(losses) == [1, 2, 3]
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in lines(tmp_path / "log") if "loss" in line})
+    assert [event.step for event in events.Scalars("validation/auc")] == [2]
+    assert {"step_ms", "dense_ms", "exposed_lookup_ms", "retrieved_bytes_per_step"} <= set(events.Tags()["scalars"])
 
 
 def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,5 +178,5 @@ def test_mistakes(settings: tuple[str, ...], text: str) -> None:
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
-    with pytest.raises(ConfigError, match="`pip install tensorboard` installs it"):
+    with pytest.raises(ConfigError, match=r"pip install 'nestpipe\[tensorboard\]'"):
         run_small(f"logging.dir={tmp_path}", "logging.tensorboard=true", "train.steps=1")

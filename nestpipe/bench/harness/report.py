@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nestpipe
+from nestpipe.device.machine import accelerator, cpu_name
 from nestpipe.store.cores import usable_cores
 
 MOST_ACROSS = 4
@@ -69,14 +69,14 @@ def run_bench(name: str, records: Iterator[Record], path: Path, console: Console
         if isinstance(records, Generator):
             records.close()  # an error here must not keep the benchmark from removing its files, ranks and hosts
     environment = Environment(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=usable_cores(),
         torch=torch.__version__,
         python=platform.python_version(),
         load_before=load_before,
         load_after=os.getloadavg()[0],
         busy=load_before > 0.5,
-        **_accelerator(),
+        **accelerator(),
     )
     if environment.busy:
         console.print(f"the machine was busy at the start (load average {load_before:.2f})", style="yellow")
@@ -120,31 +120,3 @@ def _identity(record: Record) -> str:
 
 def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _accelerator() -> dict[str, str | None]:
-    """Describes the accelerator of this machine, whether or not the benchmark uses it."""
-    if not torch.accelerator.is_available():
-        return {}
-    count, is_cuda = torch.accelerator.device_count(), torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if is_cuda else torch.accelerator.current_accelerator()
-    return {
-        "accelerator": f"{count} x {name}" if count > 1 else str(name),
-        "driver": _driver_version(),
-        "cuda": torch.version.cuda,
-    }
-
-
-def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from nestpipe.kernels.attention.tiles import LARGEST_DIM, SIZES, Tiles
 from nestpipe.kernels.attention.triton_backward import keys_kernel, positions_kernel, queries_kernel, tiles_kernel
 from nestpipe.kernels.attention.triton_forward import buckets_kernel, forward_kernel
+from nestpipe.kernels.flops import counts_as
 from nestpipe.kernels.launch import launch
 
 SMALLEST_DOT = 16
@@ -111,8 +112,13 @@ class Attention:
     def forward(self) -> Tensor:
         v = self.inputs[2]
         out = v.new_empty(*v.shape[:2], v.shape[2] * (3 if self.three else 1))
-        self._launch(forward_kernel, out, out)
+        with counts_as(self._forward_flops):
+            self._launch(forward_kernel, out, out)
         return out
+
+    def _forward_flops(self) -> int:
+        q, _, v = self.inputs
+        return 2 * q.shape[1] * (q.shape[2] + v.shape[2] * (3 if self.three else 1)) * self.tiles.num_pairs
 
     def query_gradients(self, d_out: Tensor, d_q: Tensor) -> None:
         self._launch(queries_kernel, d_out, d_out, d_q, d_q_token=d_q.stride(0))

@@ -41,6 +41,7 @@ class Tiles:
         self._times: Tensor | None = times
         self._bounds = bounds
         token_counts = np.asarray(lengths, dtype=np.int64)
+        self._token_counts = token_counts
         num_blocks = -(-token_counts // size)
         num_tiles = num_blocks * (num_blocks + 1) // 2
         self.num_tokens, self.num_blocks, self.num_tiles = (int(n.sum()) for n in (token_counts, num_blocks, num_tiles))
@@ -67,6 +68,11 @@ class Tiles:
         counts = np.bincount(distances, minlength=self.most_blocks + 1)
         starts = np.concatenate([_starts(counts), [self.num_tiles]])
         self._set_lists(_upload_int32([blocks, pairs, starts], times.device))
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of queries with a key not after them, without padding. A twin has those of its first batch."""
+        return int((self._token_counts * (self._token_counts + 1) // 2).sum())
 
     def _set_lists(self, lists: Tensor) -> None:
         """Sets the three lists, which are slices of one array.

@@ -29,7 +29,7 @@ def test_the_accelerator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr("nestpipe.bench.harness.report._driver_version", lambda: "550.1")
+    monkeypatch.setattr("nestpipe.device.machine._driver_version", lambda: "550.1")
     environment = environment_of(tmp_path / "some.json")
     assert (environment["accelerator"], environment["driver"]) == ("2 x Some GPU", "550.1")
 

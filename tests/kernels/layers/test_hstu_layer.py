@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nestpipe.kernels.flops import counting
 from nestpipe.ops.hstu import HSTUWeights, hstu_layer
 from tests.kernels.attention.cases import (
     DEVICE,
@@ -78,3 +79,18 @@ def test_products_have_the_dtype_of_autocast() -> None:
     ]
     assert errors[0] < 1e-3
     assert 1e-4 < max(errors) < 5e-2, errors
+
+
+def test_operations_of_a_layer() -> None:
+    """Fails if the kernels' part of a layer does not count, or counts other pairs than the plain form."""
+    lengths, heads, dim_qk, dim_v = [0, 1, 34, 0, 33], 2, 5, 3
+    sequences = make_sequences(lengths, 34)
+    arrays = [array.to(DEVICE, torch.float32) for array in make_arrays(sum(lengths), 6, 34, heads, dim_qk, dim_v)]
+    totals = {}
+    for form in ("kernel", "plain"):
+        with torch.no_grad(), counting() as count:
+            hstu_layer(arrays[0], HSTUWeights(*arrays[1:]), sequences, heads, dim_v, 0.0, form)
+        totals[form] = count.total
+    num_pairs = sum(i + 1 for length in lengths for i in range(length))
+    products = 2 * sum(lengths) * 6 * heads * (2 * (dim_qk + dim_v) + dim_v)
+    assert totals == dict.fromkeys(totals, products + 2 * heads * (dim_qk + dim_v) * num_pairs)
