@@ -76,7 +76,7 @@ void Index::rebuild(uint64_t num_lines) {
     // Behind its lines the array has room for every row, so that no row is ever pushed past the end. It is address
     // space: only the few lines in use there are ever backed by memory.
     Region region((num_lines + rows_that_fit(num_lines) / kSlots + 2) * sizeof(Line));
-    if (num_lines * sizeof(Line) >= 2 * kHugePage) region.advise_huge(0, region.bytes());
+    region.advise_huge(0, num_lines * sizeof(Line) + kHugePage / 4);  // the last page, too, if most of it is used
     auto* lines = static_cast<Line*>(region.data());
     uint64_t position = 0;
     int slot = 0;

@@ -39,6 +39,27 @@ void KeyIndex::refuse_memory() {
                 "out of memory: the system refused address space for the index of resident keys; use fewer slots");
 }
 
+// Threads share the work of growing, too: the shards of a table are equally full.
+int64_t KeyIndex::insert(const Entries& entries) {
+    std::atomic<bool> is_repeated{false}, has_failed{false};
+    for_each_part(entries, [&](Part part) {
+        try {
+            for_each_entry(entries, part, [&](Shard& shard, int64_t i) {
+                shard.index.reserve(shard.num_keys + 1);
+                if (shard.index.try_insert(entries[i].place, entries[i].slot))
+                    ++shard.num_keys;
+                else
+                    is_repeated = true;
+            });
+        } catch (...) {  // a body of parallel_for must not throw
+            has_failed = true;
+        }
+    });
+    if (is_repeated || has_failed) erase_inserted(entries);
+    if (has_failed) refuse_memory();
+    return is_repeated ? first_repeated(entries) : -1;
+}
+
 // A place that has the slot of its entry was inserted by this call: no key had the slot before.
 void KeyIndex::erase_inserted(const Entries& entries) {
     for (int64_t i = 0; i < entries.count; ++i) {

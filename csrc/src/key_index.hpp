@@ -47,13 +47,16 @@ class KeyIndex {
     template <typename Use>
     void find(const KeysByTable& keys, int32_t num_threads, const Use& use) const;
 
-    // A key of a call.
+    // A key of a call. state: of its slot before the call.
     struct Entry {
         uint64_t place;
         uint32_t slot;
-        uint32_t shard;
+        uint16_t shard;
+        uint8_t state;
     };
-    Entry entry(uint32_t table, uint64_t place, uint32_t slot) const { return {place, slot, shard(table, place)}; }
+    Entry entry(uint32_t table, uint64_t place, uint32_t slot, uint8_t state) const {
+        return {place, slot, static_cast<uint16_t>(shard(table, place)), state};
+    }
     uint32_t table(const Entry& entry) const { return entry.shard / static_cast<uint32_t>(num_shards_); }
 
     // The keys of one call, in memory of the thread that its next call uses again.
@@ -65,17 +68,17 @@ class KeyIndex {
         const Entry& operator[](int64_t i) const { return items[i]; }
     };
 
-    // Item i becomes entry_of(i); fetch(i) prefetches what that reads. May throw.
+    // Item i becomes entry_of(i), called for some items in order by each copy of it; fetch(i) prefetches what that
+    // reads. May throw; then nothing was called.
     template <typename Fetch, typename EntryOf>
     Entries entries(int64_t count, int32_t num_threads, const Fetch& fetch, const EntryOf& entry_of) const;
 
     // Inserts entries. No slot of an entry may be in the index. Returns -1, or if a key is in the index already or
     // occurs twice the first such item; then nothing has changed. May throw; then nothing has changed but the memory
-    // that is used. new_use(): one for each thread. use(i): item i was inserted, though it may be taken back.
-    template <typename NewUse>
-    int64_t insert(const Entries& entries, const NewUse& new_use);
+    // that is used.
+    int64_t insert(const Entries& entries);
 
-    // Erases entries, which are in the index. use(i): item i was.
+    // Erases entries, which are in the index. new_use(): one for each thread. use(i): item i was erased.
     template <typename NewUse>
     void erase(const Entries& entries, const NewUse& new_use);
 
@@ -101,7 +104,7 @@ class KeyIndex {
     struct Part {
         uint32_t first, end;
 
-        bool has(const Entry& entry) const { return entry.shard - first < end - first; }
+        bool has(const Entry& entry) const { return uint32_t{entry.shard} - first < end - first; }
     };
 
     // body(part) for all parts, which threads share.
@@ -149,7 +152,8 @@ KeyIndex::Entries KeyIndex::entries(int64_t count, int32_t num_threads, const Fe
                                     const EntryOf& entry_of) const {
     Entry* const items = memory_for(count);
     const auto fill = [&](int64_t begin, int64_t end) {
-        in_two_steps(begin, end, fetch, [&](int64_t i) { items[i] = entry_of(i); });
+        auto its_entry_of = entry_of;
+        in_two_steps(begin, end, fetch, [&](int64_t i) { items[i] = its_entry_of(i); });
     };
     parallel_for(count, grain_for(count, kLookupBytes, num_threads), num_threads, std::cref(fill));
     return {items, count, threads_for(count, kLookupBytes, num_threads)};
@@ -171,31 +175,6 @@ void KeyIndex::for_each_entry(const Entries& entries, Part part, const Use& use)
         entries.count, [&](int64_t i) { return part.has(entries[i]); },
         [&](int64_t i) { shards_[entries[i].shard].index.prefetch_to_write(entries[i].place); },
         [&](int64_t i) { use(shards_[entries[i].shard], i); });
-}
-
-// Threads share the work of growing, too: the shards of a table are equally full.
-template <typename NewUse>
-int64_t KeyIndex::insert(const Entries& entries, const NewUse& new_use) {
-    std::atomic<bool> is_repeated{false}, has_failed{false};
-    for_each_part(entries, [&](Part part) {
-        auto use = new_use();
-        try {
-            for_each_entry(entries, part, [&](Shard& shard, int64_t i) {
-                shard.index.reserve(shard.num_keys + 1);
-                if (shard.index.try_insert(entries[i].place, entries[i].slot)) {
-                    ++shard.num_keys;
-                    use(i);
-                } else {
-                    is_repeated = true;
-                }
-            });
-        } catch (...) {  // a body of parallel_for must not throw
-            has_failed = true;
-        }
-    });
-    if (is_repeated || has_failed) erase_inserted(entries);
-    if (has_failed) refuse_memory();
-    return is_repeated ? first_repeated(entries) : -1;
 }
 
 template <typename NewUse>

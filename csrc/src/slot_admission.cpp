@@ -1,7 +1,9 @@
 // Admission of a batch: keys that are resident keep their slots, the others get free ones and those of victims.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "error.hpp"
 #include "scratch.hpp"
@@ -15,6 +17,7 @@ namespace nestpipe {
 void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const nestpipe_missing_keys& missing) {
     Lock lock(mutex_);
     check_batch(batch);
+    if (num_leaving_ == 0) order_.drop_walked();
     order_.reserve(std::min(keys.num_keys, num_resident_), slots_, num_threads_);
     std::vector<Block> blocks(static_cast<size_t>((keys.num_keys + KeyIndex::kBlock - 1) / KeyIndex::kBlock));
     thread_local Region region;
@@ -34,13 +37,14 @@ void Slots::use(const KeysByTable& keys, int64_t batch, int64_t* slots, const ne
                 } else {
                     slots[first + i] = found[i];
                     used[first + block.num_used] = found[i];
-                    block.num_used += slots_.use(found[i], batch);
+                    block.num_used += slots_.use(found[i], batch, block.num_stayed);
                 }
             });
         blocks[static_cast<size_t>(first / KeyIndex::kBlock)] = block;
     });
     list_missing(keys, blocks, missing);
     append_uses(batch, blocks, used);
+    for (const Block& block : blocks) num_leaving_ -= block.num_stayed;
     last_batch_ = batch;
     ++admission_;
     order_.begin_walk();
@@ -81,65 +85,95 @@ void Slots::assign(int64_t batch, int64_t first_in_flight, SlotRoom missing, con
                ", must be 0 .. batch = " + std::to_string(batch));
     const int64_t num_free = std::min(missing.count, free_.count());
     const int64_t num_victims = choose_victims(missing.count - num_free, first_in_flight);
-    int64_t* const clean = missing.slots + num_free;
-    list_victims(clean, leaving);  // nothing has thrown: the sets are empty between two calls
-    if (num_free + num_victims < missing.count)
+    if (num_free + num_victims < missing.count) {
+        clean_victims_.clear();
+        dirty_victims_.clear();
         refuse("the keys of batch " + std::to_string(batch) + " that are not resident need " +
                std::to_string(missing.count) + " slots, but only " + std::to_string(num_free + num_victims) +
                " are free or may be evicted; grow the pool first");
-    const int64_t num_dirty = leaving.offsets[num_tables()];
-    take_resident({clean, num_victims - num_dirty}, [](const Slot&) -> const char* { return nullptr; });
+    }
+    // Ascending: keys that arrive together get neighbouring slots, and later calls that go through their slots read
+    // memory in order.
+    int64_t* const clean = missing.slots + num_free;
+    int64_t num_clean = 0, num_dirty = 0;
+    clean_victims_.take_all([&](uint32_t number) { clean[num_clean++] = number; });
+    dirty_victims_.take_all([&](uint32_t number) { leaving.slots[num_dirty++] = number; });
+    leaving.offsets[num_tables()] = num_dirty;
+    thread_local Region region;
+    auto* const victims = scratch<Victim>(region, num_dirty);
+    take_resident({clean, num_clean}, [](const Slot&) -> const char* { return nullptr; });
+    // From here on nothing throws.
     free_.take(num_free, [&, next = missing.slots](uint32_t number) mutable {
         slots_[number].take();
         *next++ = number;
     });
-    std::copy_n(leaving.slots, num_dirty, missing.slots + missing.count - num_dirty);
-    mark_leaving(leaving);
+    mark_leaving(victims, leaving);
+    std::copy_n(leaving.slots, num_dirty, clean + num_clean);
+    order_.commit_walk();
 }
 
 // Chooses victims, at most as many as are wanted, and returns their number. Slots that are claimed are left out: a
 // batch in flight would find another key in them.
 int64_t Slots::choose_victims(int64_t num_wanted, int64_t first_in_flight) {
-    enum Class : uint8_t { kNone, kClean, kDirty };
+    enum Class : uint8_t { kClean = UseOrder::kFirstClass, kDirty };
     const auto class_of = [admission = admission_](const Slot& slot) -> uint8_t {
-        if (slot.num_claims > 0 || slot.is_awaited_by(admission)) return kNone;
+        if (slot.is_awaited_by(admission)) return UseOrder::kGone;
+        if (slot.num_claims > 0) return UseOrder::kStays;
         return slot.is(Slot::kDirty) ? kDirty : kClean;
     };
-    int64_t num_chosen = 0;
-    if (num_wanted > 0)
-        order_.walk(first_in_flight, slots_, num_wanted, num_beside_, class_of,
-                    [&](uint32_t number, uint8_t its_class) {
-                        (its_class == kDirty ? dirty_victims_ : clean_victims_).add(number);
-                        return ++num_chosen < num_wanted;
-                    });
-    return num_chosen;
+    SlotSet* const sets[] = {&clean_victims_, &dirty_victims_};
+    return order_.walk(first_in_flight, slots_, num_wanted, num_beside_, class_of,
+                       [&](uint32_t number, uint8_t its_class) { sets[its_class - kClean]->add(number); });
 }
 
-// Lists the victims, ascending: keys that arrive together get neighbouring slots, and later calls that go through their
-// slots read memory in order.
-void Slots::list_victims(int64_t* clean, const nestpipe_slot_records& leaving) {
-    clean_victims_.take_all([&](uint32_t number) { *clean++ = number; });
-    std::fill_n(leaving.offsets, num_tables() + 1, 0);
-    if (num_tables() == 1) {
-        dirty_victims_.take_all([&](uint32_t number) { leaving.slots[leaving.offsets[1]++] = number; });
-        return;
-    }
-    dirty_victims_.for_each([&](uint32_t number) { ++leaving.offsets[slots_[number].table + 1]; });
-    std::partial_sum(leaving.offsets, leaving.offsets + num_tables() + 1, leaving.offsets);
-    std::copy_n(leaving.offsets, num_tables(), next_.begin());
-    dirty_victims_.take_all([&](uint32_t number) { leaving.slots[next_[slots_[number].table]++] = number; });
-}
+struct Slots::Victim {
+    uint64_t place;
+    int64_t step;
+    uint32_t slot, table;
+};
 
-// Dirty victims stay until they are evicted.
-void Slots::mark_leaving(const nestpipe_slot_records& leaving) {
-    const auto use = [&](int64_t i, Slot& slot, Changes&) {
-        slot.leave_for(admission_);
-        leaving.keys[i] = index_.key(slot.table, slot.place);
-        leaving.steps[i] = slot.step;
+// Dirty victims stay until they are evicted. leaving.slots has them in ascending order, and gets them table after
+// table. Threads share the list in parts of equal size; for each part and table `next_` has the number of victims, then
+// the place of the next one.
+void Slots::mark_leaving(Victim* victims, const nestpipe_slot_records& leaving) {
+    const int64_t count = leaving.offsets[num_tables()];
+    const int64_t num_parts = threads_for(count, kSlotBytes, num_beside_);
+    const auto for_each_part = [&](const auto& body) {
+        const auto some = [&](int64_t part, int64_t end) {
+            for (; part < end; ++part)
+                body(part * count / num_parts, (part + 1) * count / num_parts, next_.data() + part * num_tables());
+        };
+        parallel_for(num_parts, 1, static_cast<int32_t>(num_parts), std::cref(some));
     };
-    for_each(
-        {leaving.slots, leaving.offsets[num_tables()]}, num_beside_, [](const Slot&) -> const char* { return nullptr; },
-        use);
+    for_each_part([&](int64_t begin, int64_t end, int64_t* counts) {
+        std::fill_n(counts, num_tables(), 0);
+        int64_t num_new = 0;
+        in_two_steps(
+            begin, end, [&](int64_t i) { slots_.prefetch_to_write(static_cast<uint32_t>(leaving.slots[i])); },
+            [&](int64_t i) {
+                const auto number = static_cast<uint32_t>(leaving.slots[i]);
+                Slot& slot = slots_[number];
+                num_new += !slot.is(Slot::kLeaving);
+                slot.leave_for(admission_);
+                victims[i] = {slot.place, slot.step, number, slot.table};
+                ++counts[slot.table];
+            });
+        num_leaving_ += num_new;
+    });
+    int64_t next = 0;
+    for (int64_t t = 0; t < num_tables(); ++t) {
+        leaving.offsets[t] = next;
+        for (int64_t part = 0; part < num_parts; ++part)
+            next += std::exchange(next_[static_cast<size_t>(part * num_tables() + t)], next);
+    }
+    for_each_part([&](int64_t begin, int64_t end, int64_t* places) {
+        for (const Victim* victim = victims + begin; victim < victims + end; ++victim) {
+            const int64_t i = places[victim->table]++;
+            leaving.slots[i] = victim->slot;
+            leaving.keys[i] = index_.key(victim->table, victim->place);
+            leaving.steps[i] = victim->step;
+        }
+    });
 }
 
 }  // namespace nestpipe

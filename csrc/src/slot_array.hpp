@@ -19,16 +19,19 @@ struct Slot {
     };
 
     uint64_t place;      // of its key in the index
-    int64_t last_use;    // batch; 0 if the slot holds no key
+    int64_t last_use;    // batch
     int64_t step;        // that last changed the record, if it is dirty
     uint32_t waiting;    // number of the admission that waits for the slot, if it is leaving
     uint16_t table;      // of its key
     uint8_t num_claims;  // batches in flight that create the key if they are applied; 0 if it exists
-    uint8_t state;
+    uint8_t state;       // if the slot is taken, nothing else has a meaning
 
     bool is(State flag) const { return (state & flag) != 0; }
     bool exists() const { return (state & (kStored | kDirty)) != 0; }
     bool is_unstored() const { return (state & (kStored | kDirty)) == kDirty; }  // exists, but not in the store
+
+    // Whether the entry of a batch in the order of uses is the slot's last one.
+    bool was_last_used_by(int64_t batch) const { return is(kResident) && last_use == batch; }
 
     bool is_awaited_by(uint32_t admission) const { return is(kLeaving) && waiting == admission; }
     void leave_for(uint32_t admission) {
@@ -36,10 +39,15 @@ struct Slot {
         waiting = admission;
     }
 
-    // Each forgets everything else.
-    void take() { *this = Slot{0, 0, 0, 0, 0, 0, kTaken}; }
-    void hold(uint64_t key_place, uint16_t key_table, int64_t batch, bool is_stored) {
-        *this = Slot{key_place, batch, 0, 0, key_table, 0, static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
+    void take() { state = kTaken; }
+    void hold(uint64_t key_place, uint32_t key_table, int64_t batch, bool is_stored) {
+        *this = Slot{key_place,
+                     batch,
+                     0,
+                     0,
+                     static_cast<uint16_t>(key_table),
+                     0,
+                     static_cast<uint8_t>(kResident | (is_stored ? kStored : 0))};
     }
 };
 static_assert(sizeof(Slot) == 32);
@@ -53,13 +61,13 @@ class SlotArray {
     void prefetch(uint32_t slot) const { nestpipe::prefetch(arena_.record(slot)); }
     void prefetch_to_write(uint32_t slot) const { nestpipe::prefetch_to_write(arena_.record(slot)); }
 
-    // A batch uses a slot. Returns whether it had not before. Atomic, because a key that occurs twice, against the
-    // rules, may be at hand in two threads.
-    bool use(uint32_t number, int64_t batch) const {
+    // A batch uses a slot. Returns whether it had not before; num_stayed: one more if the slot was leaving. Atomic,
+    // because a key that occurs twice, against the rules, may be at hand in two threads.
+    bool use(uint32_t number, int64_t batch, int64_t& num_stayed) const {
         constexpr auto kOthers = static_cast<uint8_t>(~Slot::kLeaving);
         Slot& slot = (*this)[number];
         if ((__atomic_load_n(&slot.state, __ATOMIC_RELAXED) & Slot::kLeaving) != 0)
-            __atomic_fetch_and(&slot.state, kOthers, __ATOMIC_RELAXED);
+            num_stayed += (__atomic_fetch_and(&slot.state, kOthers, __ATOMIC_RELAXED) & Slot::kLeaving) != 0;
         return __atomic_exchange_n(&slot.last_use, batch, __ATOMIC_RELAXED) != batch;
     }
 

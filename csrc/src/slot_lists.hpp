@@ -19,8 +19,11 @@ constexpr int64_t kSlotBytes = 256;  // changing a slot takes as long as copying
 // the additions, which all threads make to the same numbers, are left.
 class Slots::Changes {
  public:
-    explicit Changes(std::vector<Counts>& counts) : counts_(counts) {}
-    ~Changes() { add(); }
+    explicit Changes(Slots& slots) : slots_(slots) {}
+    ~Changes() {
+        add();
+        if (num_leaving != 0) slots_.num_leaving_ += num_leaving;
+    }
     Changes(const Changes&) = delete;
     Changes& operator=(const Changes&) = delete;
 
@@ -30,11 +33,12 @@ class Slots::Changes {
         return *this;
     }
 
-    int64_t num_new = 0, num_unstored = 0, num_claimed = 0, num_dirty = 0;
+    int64_t num_new = 0, num_unstored = 0, num_claimed = 0, num_dirty = 0;  // of one table
+    int64_t num_leaving = 0;                                                // of all
 
  private:
     void add() {
-        Counts& counts = counts_[table_];
+        Counts& counts = slots_.counts_[table_];
         if (num_new != 0) counts.num_new += num_new;
         if (num_unstored != 0) counts.num_unstored += num_unstored;
         if (num_claimed != 0) counts.num_claimed += num_claimed;
@@ -42,7 +46,7 @@ class Slots::Changes {
         num_new = num_unstored = num_claimed = num_dirty = 0;
     }
 
-    std::vector<Counts>& counts_;
+    Slots& slots_;
     uint32_t table_ = 0;
 };
 
@@ -65,7 +69,7 @@ template <typename WhyNot, typename Use>
 void Slots::for_each(SlotList slots, int32_t num_threads, const WhyNot& why_not, const Use& use) {
     FirstItem wrong;
     const auto some = [&](int64_t begin, int64_t end) {
-        Changes changes(counts_);
+        Changes changes(*this);
         in_two_steps(
             begin, end,
             [&](int64_t i) {
@@ -81,20 +85,40 @@ void Slots::for_each(SlotList slots, int32_t num_threads, const WhyNot& why_not,
     if (wrong.is_noted()) refuse_slot(slots, wrong.index(), why_not);
 }
 
-template <typename WhyNot, typename EntryOf>
-KeyIndex::Entries Slots::entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const {
+// The table of each key of a call, asked for in order.
+class TableOf {
+ public:
+    TableOf(const KeysByTable& keys, int64_t num_tables)
+        : offsets_(keys.offsets), end_(keys.offsets + num_tables), at_(nullptr) {}
+
+    uint32_t operator()(int64_t i) {
+        if (at_ == nullptr) at_ = std::upper_bound(offsets_, end_, i) - 1;
+        while (at_[1] <= i) ++at_;
+        return static_cast<uint32_t>(at_ - offsets_);
+    }
+
+ private:
+    const int64_t *offsets_, *end_, *at_;
+};
+
+template <typename WhyNot, typename Change>
+KeyIndex::Entries Slots::change_slots(SlotList slots, const WhyNot& why_not, const Change& change) {
     FirstItem wrong;
     const auto entries = index_.entries(
         slots.count, num_beside_,
         [&](int64_t i) {
             if (has(slots.slots[i])) slots_.prefetch_to_write(slots[i]);
         },
-        [&](int64_t i) {
-            if (has(slots.slots[i]) && why_not(slots_[slots[i]]) == nullptr) return entry_of(i, slots_[slots[i]]);
+        [&, its_change = Change(change)](int64_t i) mutable {
+            if (has(slots.slots[i]) && why_not(slots_[slots[i]]) == nullptr)
+                return its_change(i, slots_[slots[i]], slots_[slots[i]].state);
             wrong.note(i);
             return KeyIndex::Entry{};
         });
-    if (wrong.is_noted()) refuse_slot(slots, wrong.index(), why_not);
+    if (wrong.is_noted()) {
+        put_back(entries);
+        refuse_slot(slots, wrong.index(), why_not);
+    }
     return entries;
 }
 
@@ -108,22 +132,27 @@ void Slots::refuse_slot(SlotList slots, int64_t i, const WhyNot& why_not) const 
 
 template <typename WhyNot>
 void Slots::take_resident(SlotList slots, const WhyNot& why_not) {
-    struct Take {
-        const SlotArray& array;
-        SlotList slots;
+    const auto take = [&](int64_t i, Slot& slot, uint8_t state) {
+        slot.take();
+        return index_.entry(slot.table, slot.place, slots[i], state);
+    };
+    const auto entries = change_slots(slots, why_not, take);
+    struct Note {
+        const KeyIndex& index;
+        const KeyIndex::Entries& entries;
         Changes all_changes;
 
         void operator()(int64_t i) {
-            Slot& slot = array[slots[i]];
-            Changes& changes = all_changes.of(slot.table);
-            changes.num_new -= !slot.exists();
-            changes.num_unstored -= slot.is_unstored();
-            changes.num_dirty -= slot.is(Slot::kDirty);
-            slot.take();
+            Slot before{};
+            before.state = entries[i].state;
+            Changes& changes = all_changes.of(index.table(entries[i]));
+            changes.num_new -= !before.exists();
+            changes.num_unstored -= before.is_unstored();
+            changes.num_dirty -= before.is(Slot::kDirty);
+            changes.num_leaving -= before.is(Slot::kLeaving);
         }
     };
-    const auto entry_of = [&](int64_t i, const Slot& slot) { return index_.entry(slot.table, slot.place, slots[i]); };
-    index_.erase(entries_of(slots, why_not, entry_of), [&] { return Take{slots_, slots, Changes(counts_)}; });
+    index_.erase(entries, [&] { return Note{index_, entries, Changes(*this)}; });
     num_resident_ -= slots.count;
 }
 

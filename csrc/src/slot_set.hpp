@@ -21,23 +21,22 @@ class SlotSet {
         nonzero_[slot / 4096] |= bit(slot / 64);
     }
 
-    // Calls use(slot) for each member, ascending.
+    // Calls use(slot) for each member, ascending, and removes all.
     template <typename Use>
-    void for_each(Use&& use) const {
-        for (size_t i = 0; i < nonzero_.size(); ++i)
+    void take_all(Use&& use) {
+        for (size_t i = 0; i < nonzero_.size(); ++i) {
             for (uint64_t left = nonzero_[i]; left != 0; left &= left - 1) {
                 const size_t number = i * 64 + lowest(left);
                 for (uint64_t word = words_[number]; word != 0; word &= word - 1)
                     use(static_cast<uint32_t>(number * 64 + lowest(word)));
+                words_[number] = 0;
             }
+            nonzero_[i] = 0;
+        }
     }
 
-    // The same, and removes all members.
-    template <typename Use>
-    void take_all(Use&& use) {
-        for_each(use);
-        for (size_t i = 0; i < nonzero_.size(); ++i)
-            for (; nonzero_[i] != 0; nonzero_[i] &= nonzero_[i] - 1) words_[i * 64 + lowest(nonzero_[i])] = 0;
+    void clear() {
+        take_all([](uint32_t) {});
     }
 
     uint64_t bytes() const { return (words_.capacity() + nonzero_.capacity()) * sizeof(uint64_t); }

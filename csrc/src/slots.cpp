@@ -46,7 +46,7 @@ Slots::Slots(const uint64_t* salts, int64_t num_tables, int32_t num_threads, int
       num_beside_(num_beside),
       index_(salts, num_tables),
       counts_(static_cast<size_t>(num_tables)),
-      next_(static_cast<size_t>(num_tables)) {}
+      next_(static_cast<size_t>(num_tables * num_beside)) {}
 
 nestpipe_slot_counts Slots::counts() const {
     Lock lock(mutex_);
@@ -94,36 +94,23 @@ void Slots::evict(SlotList slots) {
 void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stored, int64_t batch) {
     Lock lock(mutex_);
     check_batch(batch);
-    const int64_t* const end = keys.offsets + num_tables();
-    const auto entries = entries_of(slots, why_not_taken, [&](int64_t i, const Slot&) {
-        const auto table = static_cast<uint32_t>(std::upper_bound(keys.offsets, end, i) - keys.offsets - 1);
-        return index_.entry(table, index_.place(table, keys.keys[i]), slots[i]);
-    });
     order_.reserve(slots.count, slots_, num_beside_);
-    struct Hold {
-        const SlotArray& array;
-        const KeyIndex& index;
-        const KeyIndex::Entries& entries;
-        const uint8_t* is_stored;
-        int64_t batch;
-        Changes changes;
-
-        void operator()(int64_t i) {
-            const uint32_t table = index.table(entries[i]);
-            array[entries[i].slot].hold(entries[i].place, static_cast<uint16_t>(table), batch, is_stored[i] != 0);
-            changes.of(table).num_new += is_stored[i] == 0;
-        }
+    const auto hold = [&, table = TableOf(keys, num_tables())](int64_t i, Slot& slot, uint8_t state) mutable {
+        const uint32_t its_table = table(i);
+        const uint64_t place = index_.place(its_table, keys.keys[i]);
+        slot.hold(place, its_table, batch, is_stored[i] != 0);
+        return index_.entry(its_table, place, slots[i], state);
     };
-    const auto new_hold = [&] { return Hold{slots_, index_, entries, is_stored, batch, Changes(counts_)}; };
+    const auto entries = change_slots(slots, why_not_taken, hold);
     int64_t repeated = -1;
     try {
-        repeated = index_.insert(entries, new_hold);
+        repeated = index_.insert(entries);
     } catch (...) {
-        take_back(slots);
+        put_back(entries);
         throw;
     }
     if (repeated >= 0) {
-        take_back(slots);
+        put_back(entries);
         refuse("keys[" + std::to_string(repeated) + "] is " + std::to_string(keys.keys[repeated]) +
                ", a key of table " + std::to_string(index_.table(entries[repeated])) +
                " that is resident already or in the list twice");
@@ -132,17 +119,16 @@ void Slots::fill(const KeysByTable& keys, SlotList slots, const uint8_t* is_stor
         std::transform(slots.slots, slots.slots + slots.count, used, [](int64_t slot) { return uint32_t(slot); });
         return slots.count;
     });
+    for (int64_t t = 0; t < num_tables(); ++t)
+        counts_[static_cast<size_t>(t)].num_new +=
+            std::count(is_stored + keys.offsets[t], is_stored + keys.offsets[t + 1], 0);
     num_resident_ += slots.count;
     last_batch_ = batch;
 }
 
-// Slots that hold a key, though the list was refused, are taken again.
-void Slots::take_back(SlotList slots) {
-    for (int64_t i = 0; i < slots.count; ++i) {
-        Slot& slot = slots_[slots[i]];
-        if (slot.is(Slot::kResident)) counts_[slot.table].num_new -= !slot.exists();
-        slot.take();
-    }
+void Slots::put_back(const KeyIndex::Entries& entries) {
+    for (int64_t i = 0; i < entries.count; ++i)
+        if (entries[i].state != 0) slots_[entries[i].slot].state = entries[i].state;
 }
 
 void Slots::release(SlotList slots) {
@@ -223,7 +209,7 @@ void Slots::clear() {
     free_.put_all();
     order_.clear();
     for (Counts& table : counts_) table.num_new = table.num_unstored = table.num_claimed = table.num_dirty = 0;
-    num_resident_ = 0;
+    num_resident_ = num_leaving_ = 0;
     last_batch_ = 0;
 }
 

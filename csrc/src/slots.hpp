@@ -71,7 +71,7 @@ class Slots {
 
     // What `use` finds of a block of keys.
     struct Block {
-        int64_t num_missing, num_used;
+        int64_t num_missing, num_used, num_stayed;
     };
 
     bool has(int64_t slot) const { return slot >= 0 && slot < slots_.size(); }
@@ -88,15 +88,17 @@ class Slots {
                       const nestpipe_missing_keys& missing) const;
     void append_uses(int64_t batch, const std::vector<Block>& blocks, const uint32_t* used);
     int64_t choose_victims(int64_t num_wanted, int64_t first_in_flight);
-    void list_victims(int64_t* clean, const nestpipe_slot_records& leaving);
-    void mark_leaving(const nestpipe_slot_records& leaving);
+    struct Victim;
+    void mark_leaving(Victim* victims, const nestpipe_slot_records& leaving);
 
-    // entry_of(i, slot) for each slot of a list. Refused if why_not(slot) has a text. May throw; changes nothing.
-    template <typename WhyNot, typename EntryOf>
-    KeyIndex::Entries entries_of(SlotList slots, const WhyNot& why_not, const EntryOf& entry_of) const;
+    // change(i, slot, state) for each slot of a list, which returns its entry. Refused if why_not(slot) has a text. May
+    // throw. If it does, or is refused, nothing has changed.
+    template <typename WhyNot, typename Change>
+    KeyIndex::Entries change_slots(SlotList slots, const WhyNot& why_not, const Change& change);
+    // Undoes what `change` did to slots. Of a slot that holds a key it may have changed the state only.
+    void put_back(const KeyIndex::Entries& entries);
     template <typename WhyNot>
     void take_resident(SlotList slots, const WhyNot& why_not);  // they leave the index, and are taken
-    void take_back(SlotList slots);
 
     const int32_t num_threads_, num_beside_;
 
@@ -107,8 +109,9 @@ class Slots {
     UseOrder order_;
     SlotSet clean_victims_, dirty_victims_;  // of the assignment that is under way
     std::vector<Counts> counts_;             // by table
-    std::vector<int64_t> next_;              // by table: memory to work in
+    std::vector<int64_t> next_;              // by thread and table: memory to work in
     int64_t num_resident_ = 0;
+    std::atomic<int64_t> num_leaving_{0};
     int64_t last_batch_ = 0;
     uint32_t admission_ = 0;  // number of the last one; a batch that failed may be admitted again
 };

@@ -14,7 +14,7 @@ void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_thread
     const size_t most = 2 * static_cast<size_t>(slots.size()) + kSpare;
     const auto num_needed_now = [&] { return entries_.size() + static_cast<size_t>(count); };
     if (num_needed_now() > most) {
-        drop_front(slots, num_threads);
+        drop_front(slots);
         if (num_dropped() > entries_.size() / 4)
             forget_dropped();  // enough where each batch evicts as much as it needs
     }
@@ -25,27 +25,27 @@ void UseOrder::reserve(int64_t count, const SlotArray& slots, int32_t num_thread
     if (segments_.size() == segments_.capacity()) segments_.reserve(2 * segments_.size() + 16);
 }
 
-void UseOrder::drop_front(const SlotArray& slots, int32_t num_threads) {
-    size_t num_looks = kLeastLooks;
+void UseOrder::drop_front(const SlotArray& slots) {
     for (; first_ < segments_.size(); ++first_) {
         Segment& segment = segments_[first_];
-        while (segment.begin < segment.end) {
-            const size_t first = segment.begin, end = end_of_looks(segment, first, num_looks);
-            look(segment, first, end, slots, num_threads, [](const Slot&) { return uint8_t{0}; });
-            const auto classes = classes_.begin(), last = classes + static_cast<std::ptrdiff_t>(end - first);
-            const auto counting = std::find(classes, last, 0);
-            segment.begin += static_cast<size_t>(counting - classes);
-            if (counting != last) return;
+        for (; segment.begin < segment.end; ++segment.begin) {
+            prefetch(segment.begin + size_t{kAhead}, segment.end, slots);
+            if (slots[entries_[segment.begin]].was_last_used_by(segment.batch)) return;
         }
     }
+}
+
+void UseOrder::drop_walked() {
+    first_ = cleared_.segment;
+    if (first_ < segments_.size()) segments_[first_].begin = std::max(segments_[first_].begin, cleared_.entry);
+    begin_walk();
 }
 
 void UseOrder::forget_dropped() {
     const size_t count = num_dropped();
     entries_.erase(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(count));
     segments_.erase(segments_.begin(), segments_.begin() + static_cast<std::ptrdiff_t>(first_));
-    first_ = 0;
-    walk_ = {0, 0};
+    begin_at_front();
     for (Segment& segment : segments_) {
         segment.begin -= count;
         segment.end -= count;
@@ -62,7 +62,7 @@ void UseOrder::compact(const SlotArray& slots, int32_t num_threads) {
             for (size_t i = segment->begin; i < segment->end; ++i) {
                 prefetch(i + size_t{kAhead}, end_entry, slots);
                 entries_[next] = entries_[i];
-                next += slots[entries_[i]].last_use == segment->batch;
+                next += slots[entries_[i]].was_last_used_by(segment->batch);
             }
             segment->end = next;
         }
@@ -84,8 +84,7 @@ void UseOrder::compact(const SlotArray& slots, int32_t num_threads) {
     }
     entries_.resize(num_entries);
     segments_.resize(num_left);
-    first_ = 0;
-    walk_ = {0, 0};
+    begin_at_front();
 }
 
 }  // namespace nestpipe

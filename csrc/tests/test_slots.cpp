@@ -130,6 +130,11 @@ void test_claims() {
             OK(pool.clean(pool.dirty().slots));
             CHECK(pool.claim(range(0, 3)) == List({3 - num_left}));  // those that exist are stored
         }
+    Pool other(2);  // nor is a claimed slot forgotten when the search for victims has passed it
+    CHECK(other.claim(other.retrieve(one({1}), 1, 1, false).slots) == List({1}));
+    for (int64_t batch = 2; batch <= 4; ++batch) CHECK(other.retrieve(one({batch}), batch, batch).slots == List({1}));
+    OK(other.settle({0}, -1));
+    CHECK(other.admit(one({5, 6}), 5, 5).slots == List({0, 1}));
     Pool pool(2);  // a claimed slot is no victim
     CHECK(pool.claim(pool.retrieve(one({1, 2}), 1, 1, false).slots) == List({2}));
     Admission none{{}, {}, Records(0, 0)};

@@ -4,6 +4,7 @@ They are copied a stretch at a time. While one stretch travels, the host store w
 directions of the link are used at once. On the device a kernel copies records between a stretch and their slots.
 """
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import ParamSpec, TypeVar
@@ -22,6 +23,9 @@ R = TypeVar("R")
 
 STRETCH_BYTES = 64 << 20
 """Bytes of records that are copied at a time: enough work for all threads of the host store."""
+
+_FIRST_SHARE = 4
+"""The first stretch of a swap is so many times smaller: nothing is copied before its slots are known."""
 
 
 class HostLink:
@@ -50,18 +54,22 @@ class HostLink:
 
     def swap(self, records: Tensor, swap: Swap) -> None:
         """See Memory.swap_records. Another thread sees to the slots, while this one gathers and scatters."""
-        stretches = _stretches(records, swap.num_arriving)
+        stretches = _stretches(records, swap.num_arriving, _FIRST_SHARE)
         self._outgoing.begin()
         submit = self._beside.submit if len(stretches) > 1 else _at_once  # waking a thread takes a tenth of a ms
-        assigned, filled = [submit(swap.assign, stretch) for stretch in stretches[:1]], list[Future[None]]()
+        assigned, filled = [submit(swap.assign, stretch) for stretch in stretches[:2]], list[Future[None]]()
         try:
             for k, stretch in enumerate(stretches):
+                is_late = not assigned[k].done()
+                if is_late:  # then records that leave are copied after others are gathered, instead of meanwhile
+                    gathered = self._incoming.gather(k, stretch, records, swap.gather)
                 part = assigned[k].result()
-                assigned += [submit(swap.assign, following) for following in stretches[k + 1 : k + 2]]
+                assigned += [submit(swap.assign, following) for following in stretches[k + 2 : k + 3]]
                 has_leaving = len(part.leaving) > 0
                 if has_leaving:
                     self._outgoing.copy(k, records, part.leaving)
-                gathered = self._incoming.gather(k, stretch, records, swap.gather)
+                if not is_late:
+                    gathered = self._incoming.gather(k, stretch, records, swap.gather)
                 if has_leaving:
                     self._outgoing.scatter(k, slice(0, len(part.leaving)), part.scatter)
                 self._incoming.copy(k, gathered, records, part.arriving)
@@ -155,9 +163,12 @@ class _Outgoing:
         scatter(self._copied[k % 2], stretch, None)
 
 
-def _stretches(records: Tensor, number: int) -> list[slice]:
+def _stretches(records: Tensor, number: int, first_share: int = 1) -> list[slice]:
+    """Returns stretches of so many records. first_share: if one is not enough, the first is so many times smaller."""
     per_stretch = max(1, STRETCH_BYTES // (records.shape[1] * records.itemsize))
-    return [slice(first, min(first + per_stretch, number)) for first in range(0, number, per_stretch)]
+    first = min(number, per_stretch if number <= per_stretch else max(1, per_stretch // first_share))
+    bounds = [0, *range(first, number, per_stretch), number] if number > 0 else []
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def _length(slots: Tensor | slice) -> int:
