@@ -38,7 +38,9 @@ def test_base_install_is_small() -> None:
     extras = PROJECT["optional-dependencies"]
     assert names(extras["datasets"]) == {"duckdb"}
     assert names(extras["cuda"]) == {"triton"}
-    assert "nestpipe[cuda,datasets]" in extras["dev"]
+    assert names(extras["report"]) == {"plotly"}
+    assert names(extras["tensorboard"]) == {"tensorboard"}
+    assert "nestpipe[cuda,datasets,docs,report,tensorboard]" in extras["dev"]
 
 
 def test_constraints_pin_every_dependency() -> None:
@@ -58,9 +60,12 @@ def test_preparing_data_without_duckdb_names_the_extra(tmp_path: Path) -> None:
     assert "Traceback" not in prepared.stderr
 
 
-def test_import_needs_no_safetensors() -> None:
-    """Only checkpoints do. Fails if a module of nestpipe/checkpoint imports it at its top."""
-    code = "import sys; sys.modules['safetensors'] = None; import nestpipe.cli.main, nestpipe.checkpoint.tools.export"
+def test_import_needs_neither_safetensors_nor_the_compiler() -> None:
+    """Only checkpoints, kernels and compiled models do. Fails if a module of nestpipe/checkpoint imports safetensors at
+    its top, or if the Trainer's module imports nestpipe.embedding.traceable."""
+    absent = "safetensors", "triton", "torch._dynamo"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); "
+    code += "import nestpipe, nestpipe.cli.main, nestpipe.checkpoint.tools.export, nestpipe.bench.h200.run"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

@@ -3,6 +3,8 @@
 `Embeddings` makes a feature when the model reads it, by native calls and kernels of our own, which torch.compile cannot
 follow. Here all pooled features are made first, side by side, so that the compiled model begins with few tensors and
 cuts its features out of them.
+
+Importing this module imports torch's compiler, and Triton with it. So only what compiles imports it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -16,7 +16,6 @@ from nestpipe.distributed.world import World
 from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, make_store, tables_of
-from nestpipe.embedding.traceable import compile_model
 from nestpipe.pipelining import light
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import Pipeline
@@ -69,7 +68,7 @@ class Trainer:
         self.world = World.given_or_found(world)
         _check_device(model, self.world.device)
         self.autocast = autocast
-        self._forward = compile_model(model) if compiled else model
+        self._forward = _compiled(model) if compiled else model
         self.optimizer, self.reducer = dense_optimizer(model.parameters()), DenseReducer(model, self.world)
         self.clip_norm = clip_norm
         """Largest joint norm of the global batch's dense gradients."""
@@ -381,6 +380,12 @@ class Trainer:
         for gradient in gradients:
             gradient.mul_(scale)
         return scale
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    from nestpipe.embedding.traceable import compile_model  # imports the compiler, which takes seconds
+
+    return compile_model(model)
 
 
 def _check_device(model: nn.Module, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nestpipe
 from nestpipe.models import DLRM
 from nestpipe.optim import SGD, Adagrad
+from tests.forked import run_forked
 
 LENGTH = 3
 
@@ -97,24 +98,36 @@ class Graphs:
         return module.forward
 
 
-def test_a_compiled_model_learns_the_same(monkeypatch) -> None:
-    """With a compiler that changes nothing. Rows that a model reads in three ways may get their gradients added up in
-    another order."""
+def counting_compiler() -> Graphs:
+    """Replaces torch's compiler in this process."""
     graphs, compile_model = Graphs(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: compile_model(model, dynamic=dynamic, backend=graphs))
-    torch.compiler.reset()
+    torch.compile = lambda model, dynamic: compile_model(model, dynamic=dynamic, backend=graphs)
+    return graphs
+
+
+def in_own_process(function: Callable[[], None]) -> None:
+    """Calls a test in a process of its own: torch.compile imports Triton, after which no kernel runs in Triton's
+    interpreter."""
+    done = run_forked(function, timeout=250.0)
+    assert done.returncode == 0, done.stderr
+
+
+def learn_the_same() -> None:
+    graphs = counting_compiler()
     _, losses = trained("nested", compiled=True)
     _, plain = trained("nested", compiled=False)
     torch.testing.assert_close(losses, plain, rtol=1e-6, atol=0)
     assert graphs.number > 0
 
 
-def test_pooled_features_are_compiled_in_one_piece(monkeypatch) -> None:
-    """A model that reads pooled features alone is one graph, for all sizes of batches."""
-    graphs, compile_model = Graphs(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: compile_model(model, dynamic=dynamic, backend=graphs))
-    torch.compiler.reset()
-    model = DLRM(1, ("a", "b"), 4, (8,), (8,))
+def test_a_compiled_model_learns_the_same() -> None:
+    """With a compiler that changes nothing. Rows that a model reads in three ways may get their gradients added up in
+    another order."""
+    in_own_process(learn_the_same)
+
+
+def compile_in_one_piece() -> None:
+    graphs = counting_compiler()
     data = [
         nestpipe.Batch(
             {name: batch.keys[name] for name in ("a", "b")},
@@ -124,18 +137,30 @@ def test_pooled_features_are_compiled_in_one_piece(monkeypatch) -> None:
     ]
     two = {name: feature for name, feature in features().items() if name in ("a", "b")}
     trainer = nestpipe.Trainer(
-        model, two, dense_optimizer=lambda p: torch.optim.SGD(p, 0.1), world=nestpipe.World(), compiled=True
+        DLRM(1, ("a", "b"), 4, (8,), (8,)),
+        two,
+        dense_optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        world=nestpipe.World(),
+        compiled=True,
     )
     trainer.fit(data)
     assert graphs.number == 1
+
+
+def test_pooled_features_are_compiled_in_one_piece() -> None:
+    """A model that reads pooled features alone is one graph, for all sizes of batches."""
+    in_own_process(compile_in_one_piece)
+
+
+def agree_when_compiled() -> None:
+    digest, losses = trained("serial", compiled=True)
+    assert trained("nested", compiled=True) == (digest, losses)
+    _, plain = trained("serial", compiled=False)
+    torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_schedules_agree_when_compiled() -> None:
     """With torch's own compiler, which changes the dense part's bits, but in every schedule alike."""
-    torch.compiler.reset()
-    digest, losses = trained("serial", compiled=True)
-    assert trained("nested", compiled=True) == (digest, losses)
-    _, plain = trained("serial", compiled=False)
-    torch.testing.assert_close(losses, plain, rtol=1e-4, atol=1e-5)
+    in_own_process(agree_when_compiled)
