@@ -1,6 +1,7 @@
 # All targets use .venv. The first target that needs it creates it. `make help` lists the targets.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable  # modules are compiled when imported
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 export PYTHONDONTWRITEBYTECODE :=  # pytest would rewrite all tests in each of its processes
 JOBS := $(shell nproc)
@@ -20,8 +21,12 @@ install: .venv/installed ## create .venv with the package, its dependencies and 
 
 .venv/installed: pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) '.[dev]'
 	@command -v cmake >/dev/null || $(BIN)/pip install --quiet cmake
+	@touch $@
+
+.venv/installed-slow: .venv/installed
+	$(PIP) '.[dev,slow]'
 	@touch $@
 
 browser: ## install Debian's Chromium, in which `make test-slow` opens the report page; needs root
@@ -39,7 +44,7 @@ test: install native-test ## run all tests except those marked slow
 	$(BIN)/python -m pytest -m 'not slow and alone'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' --durations 20 $(IN_PARALLEL)
 
-test-slow: install native-test ## run all tests, the slow ones included
+test-slow: .venv/installed-slow native-test ## run all tests, the slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not alone' $(IN_PARALLEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not alone' --numprocesses $(JOBS) --dist worksteal --timeout 180
 	$(BIN)/python -m pytest -m alone
@@ -52,7 +57,7 @@ lint: install ## check formatting and types only
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
-docs: install ## build the documentation site into build/site; warnings are errors
+docs: .venv/installed-slow ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 reference: install native ## write the reference of recipe keys and commands into docs/reference

@@ -40,7 +40,8 @@ def test_base_install_is_small() -> None:
     assert names(extras["cuda"]) == {"triton"}
     assert names(extras["report"]) == {"plotly"}
     assert names(extras["tensorboard"]) == {"tensorboard"}
-    assert "nestpipe[cuda,datasets,docs,report,tensorboard]" in extras["dev"]
+    assert "nestpipe[cuda,datasets,report]" in extras["dev"]
+    assert "nestpipe[docs,tensorboard]" in extras["slow"]
 
 
 def test_constraints_pin_every_dependency() -> None:

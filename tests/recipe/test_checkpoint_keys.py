@@ -114,6 +114,7 @@ def resume_on(world: World, folder: Path, batch_size: int, steps: int) -> tuple[
     return summary["digest"], summary["resumed_from_step"], summary["final_loss"]
 
 
+@pytest.mark.slow
 def test_other_ranks_with_the_same_global_batch(tmp_path: Path) -> None:
     """Fails if _check_same_recipe compares the batch of a rank."""
     run_ranks(2, resume_on, tmp_path / "out", 8, 3)

@@ -192,7 +192,7 @@ def configs() -> st.SearchStrategy[Config]:
 
 
 @given(configs())
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))  # a config is large
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))  # a config is large
 def test_every_config_reads_back_from_its_text(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.toml"

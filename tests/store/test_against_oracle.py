@@ -198,7 +198,7 @@ class TwoStores(RuleBasedStateMachine):
 
 
 TestTwoStores = TwoStores.TestCase
-TestTwoStores.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestTwoStores.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("stream", key_streams())

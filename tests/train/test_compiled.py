@@ -120,6 +120,7 @@ def learn_the_same() -> None:
     assert graphs.number > 0
 
 
+@pytest.mark.slow
 def test_a_compiled_model_learns_the_same() -> None:
     """With a compiler that changes nothing. Rows that a model reads in three ways may get their gradients added up in
     another order."""

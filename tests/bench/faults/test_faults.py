@@ -39,7 +39,8 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     play(tmp_path, ALONE, Fault("damage-records", 0))
 
 
-@pytest.mark.parametrize("setting", [ALONE, pytest.param(TWO_RANKS, marks=pytest.mark.slow)], ids=["1", "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [ALONE, TWO_RANKS], ids=["1", "2"])
 def test_a_killed_rank(setting: Setting, tmp_path: Path) -> None:
     """tests/recipe/test_killed.py kills one of two ranks in every run of the tests."""
     play(tmp_path, setting, Fault("kill-save", 6))

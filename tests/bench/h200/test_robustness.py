@@ -36,6 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_small_run() -> None:
     """A record answers every target, and batches of longer sequences have as many tokens."""
