@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class Group:
     num_steps: int = 0
     peak_bytes: int = 0
     """Largest memory of a rank so far."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """CPU time of a step, by turn: the mean over ranks. Other programs on the machine hardly change it."""
 
     def train(self, num_steps: int) -> float:
         """Returns the seconds of a step."""
@@ -83,6 +85,7 @@ class Group:
         self.num_steps += num_steps
         self.sent_bytes += answers[0]["sent_bytes"]
         self.peak_bytes = max(self.peak_bytes, *(answer["peak_bytes"] for answer in answers))
+        self.cpu_seconds.append(sum(answer["cpu_seconds"] for answer in answers) / len(answers) / num_steps)
         return float(answers[0]["seconds"]) / num_steps
 
     def save_weights(self, file: Path) -> None:

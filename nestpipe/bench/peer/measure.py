@@ -3,7 +3,6 @@
 import math
 import socket
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ OPTIMIZERS = ("sgd", "rowwise_adagrad")
 LEAST_EMBEDDING_SHARE = 0.05
 """What the embeddings cost counts as at least this share of the dense part: the difference of two times is noisy."""
 BURST_BYTES = 32768
+WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Peer:
                 for number, way in enumerate((*THEIRS, *OURS, "dense"))
             }
             turns = {way: partial(group.train, steps_a_turn) for way, group in groups.items()}
-            times = alternate(turns, self.effort.num_rounds, warm_up_rounds=2)
+            times = alternate(turns, self.effort.num_rounds, warm_up_rounds=WARM_UP_ROUNDS)
             for way in (*THEIRS, *OURS):
                 file = Path(folder) / f"{way}.npz"
                 groups[way].save_weights(file)
@@ -91,9 +91,9 @@ class Peer:
         return groups, times
 
     def _program(self, way: str) -> list[str]:
-        if way in THEIRS:
-            return [str(self.python), "-m", "nestpipe.bench.peer.torchrec_rank"]
-        return [sys.executable, "-m", "nestpipe.bench.peer.our_rank"]
+        """All run with the same Python, torch and other packages: those imported take memory, too."""
+        module = "torchrec_rank" if way in THEIRS else "our_rank"
+        return [str(self.python), "-m", f"nestpipe.bench.peer.{module}"]
 
     def _identity(self, task: Task, groups: Mapping[str, Group]) -> Record:
         work = task.work
@@ -126,6 +126,7 @@ def _figures(times: Mapping[str, list[float]], groups: Mapping[str, Group], step
     return {
         "steps_a_turn": steps_a_turn,
         **_milliseconds(times),
+        **_cpu_milliseconds(groups),
         "torchrec": theirs,
         "ours": ours,
         **spread("speed_vs_torchrec", ratios(times[theirs], times[ours])),
@@ -146,6 +147,13 @@ def ratios(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
 def embedding_speed(theirs: float, ours: float, dense: float) -> float:
     """Returns what embeddings cost beyond the dense part in TorchRec / what they cost in ours."""
     return (theirs - dense) / max(ours - dense, LEAST_EMBEDDING_SHARE * dense)
+
+
+def _cpu_milliseconds(groups: Mapping[str, Group]) -> Record:
+    """Returns the CPU time of a step, without the rounds of warming up."""
+    return {
+        f"{way}_cpu_ms": statistics.median(group.cpu_seconds[WARM_UP_ROUNDS:]) * 1e3 for way, group in groups.items()
+    }
 
 
 def _milliseconds(times: Mapping[str, list[float]]) -> Record:
