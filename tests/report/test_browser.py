@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from shutil import which
 from typing import Any
 
@@ -16,11 +17,12 @@ FLAGS = (
     *("disable-component-update", "disable-sync"),
 )
 NEEDED = [name for name in ("chromium", "chromedriver") if which(name) is None]
+NEEDED += [] if find_spec("selenium") is not None else ["selenium"]
 LONG = "a-folder-whose-name-is-longer-than-a-narrow-screen-is-wide-" + "x" * 60
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(NEEDED), reason=f"needs {' and '.join(NEEDED)}, which `make browser` installs"),
+    pytest.mark.skipif(bool(NEEDED), reason=f"needs {' and '.join(NEEDED)}, from `make browser` and `make test-slow`"),
 ]
 
 OUTSIDE = """
