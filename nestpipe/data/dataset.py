@@ -4,11 +4,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from threading import Lock
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
 from nestpipe.data.batch import Batch
+
+if TYPE_CHECKING:
+    from nestpipe.data.workers import WorkerReader
 
 
 class WithState(Protocol):
@@ -73,27 +76,62 @@ class Batches(Iterator[Batch]):
     remaining samples; some ranks may get a smaller or an empty part of it. The iterator ends on all ranks together.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+    ) -> None:
+        """num_workers: processes that read batches ahead; 0 reads in this one. The batches are the same."""
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, must be at least 1")
+        if num_workers < 0:
+            raise ValueError(f"num_workers is {num_workers}, must be at least 0")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, must be 0 .. {world_size - 1} at world_size {world_size}")
         self.dataset = dataset
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
+        self.num_workers = num_workers
         self.position = 0
         """Position of the first sample that no rank was given yet."""
         self._order: Fingerprint | None = None
+        self._workers: WorkerReader | None = None
+        """Processes that read from `position` on; None before the first batch, and after an error or a jump."""
 
     def __next__(self) -> Batch:
-        end = self.dataset.num_samples
-        if end is not None and self.position >= end:
+        first, count, following = self._slice(self.position)
+        if following == self.position:
             raise StopIteration
-        first = _at_most(self.position + self.rank * self.batch_size, end)
-        batch = self.dataset.samples(first, _at_most(first + self.batch_size, end) - first)
-        self.position = _at_most(self.position + self.batch_size * self.world_size, end)
+        batch = self.dataset.samples(first, count) if self.num_workers == 0 else self._read_by_worker()
+        self.position = following
         return batch
+
+    def _slice(self, position: int) -> tuple[int, int, int]:
+        """Returns the first sample of this rank's part of the global batch at a position, the number of its samples,
+        and the position of the next global batch: the same at the end of the data."""
+        end = self.dataset.num_samples
+        first = _at_most(position + self.rank * self.batch_size, end)
+        count = _at_most(first + self.batch_size, end) - first
+        return first, count, _at_most(position + self.batch_size * self.world_size, end)
+
+    def _slices(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yields the slices of this rank from a position on."""
+        while True:
+            first, count, following = self._slice(position)
+            if following == position:
+                return
+            yield first, count
+            position = following
+
+    def _read_by_worker(self) -> Batch:
+        if self._workers is None:
+            from nestpipe.data.workers import WorkerReader  # takes time to import
+
+            self._workers = WorkerReader(self.dataset, self._slices(self.position), self.num_workers)
+        try:
+            return next(self._workers)
+        except Exception:  # a further call reads the same batch again, as it does without workers
+            self._workers = None
+            raise
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch, and the fingerprint of the order. Equal on every rank; fit for JSON.
@@ -116,7 +154,7 @@ class Batches(Iterator[Batch]):
         if end is not None and position > end:
             raise ValueError(f"the state of data has position {position}, but the dataset has {end} samples only")
         _check_order(state.get("order"), fingerprint_of(self.dataset))
-        self.position = position
+        self.position, self._workers = position, None
 
 
 def _check_order(saved: object, current: Fingerprint) -> None:

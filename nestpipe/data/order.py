@@ -45,6 +45,9 @@ class SampleOrder:
         self._first_row = np.concatenate([np.zeros(1, np.int64), self.group_rows.cumsum()])
         self._cached_epoch = lru_cache(2)(self._epoch)
 
+    def __reduce__(self) -> tuple[type["SampleOrder"], tuple[list[int], int, int, bool]]:
+        return SampleOrder, (self.group_rows.tolist(), self.seed, self.window, self.shuffle)  # without the cache
+
     def window_at(self, position: int) -> Window:
         """Returns the window of the sample at a position."""
         epoch, place = divmod(position, self.num_rows)

@@ -46,7 +46,11 @@ def build(config: Config, world: World) -> Run:
         dataset = source.training()
         held_out = _held_out(source, world)
     trainer = build_trainer(config, source, world)
-    return Run(trainer, source, Batches(dataset, config.train.batch_size, world.rank, world.size), held_out)
+    num_workers = config.data.num_workers
+    if num_workers is None:
+        num_workers = source.num_workers if world.runs_ahead else 0
+    batches = Batches(dataset, config.train.batch_size, world.rank, world.size, num_workers)
+    return Run(trainer, source, batches, held_out)
 
 
 def build_trainer(config: Config, source: Source, world: World) -> Trainer:
@@ -55,7 +59,7 @@ def build_trainer(config: Config, source: Source, world: World) -> Trainer:
     return Trainer(
         build_model(config, source, features).to(world.device),
         features,
-        dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters),
+        dense_optimizer=lambda parameters: _dense_optimizer(config.dense_optimizer, parameters, world.runs_ahead),
         world=world,
         clustering=Clustering(config.cluster.method, config.cluster.cost, config.train.seed),
         clip_norm=config.dense_optimizer.clip_norm,
@@ -204,14 +208,18 @@ def _row_optimizer(config: Config, kind: str | None, lr: float | None) -> RowOpt
     return optimizer
 
 
-def _dense_optimizer(config: DenseOptimizerSection, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def _dense_optimizer(
+    config: DenseOptimizerSection, parameters: Iterator[nn.Parameter], is_on_accelerator: bool
+) -> torch.optim.Optimizer:
     lr, decay = config.lr, config.weight_decay
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, lr, weight_decay=decay)
     if config.kind == "adagrad":
         return torch.optim.Adagrad(parameters, lr, weight_decay=decay)
     adam = torch.optim.AdamW if config.kind == "adamw" else torch.optim.Adam
-    return adam(parameters, lr, betas=config.betas, weight_decay=decay)
+    # In host memory torch's fused kernels give other bits, and old checkpoints should go on with the bits they had.
+    fused = True if is_on_accelerator else None
+    return adam(parameters, lr, betas=config.betas, weight_decay=decay, fused=fused)
 
 
 def _warmup(num_steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:

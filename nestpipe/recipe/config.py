@@ -68,6 +68,13 @@ class DataSection:
     )
     num_epochs: int | None = key(None, "files: passes over the data; not set: endless", at_least=1)
     num_threads: int = key(1, "files: threads that read ahead", at_least=1, at_most=MOST_THREADS)
+    num_workers: int | None = key(
+        None,
+        "processes that read batches ahead; files: each reads all rows; not set: 2 for synthetic data on an "
+        "accelerator, else 0",
+        at_least=0,
+        at_most=MOST_THREADS,
+    )
     skip_bad: bool = key(False, "files: leave out what cannot be read; reads all files once before the training")
     crop: str = key(
         "last", "published histories: the items to train on, if there are more than max_length", choices=CROPS

@@ -35,6 +35,8 @@ class Source(ABC):
     """Keys of `file_keys` that this source reads; the others must not be set."""
     split: str | None = None
     """Name of the held-out split; None if the data has no named splits."""
+    num_workers: ClassVar[int] = 0
+    """Default of data.num_workers on an accelerator: processes for data whose reading holds Python's lock for long."""
     num_dense: int = 0
     """Width of the input "dense"."""
     num_items: int | None = None

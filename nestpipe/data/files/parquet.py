@@ -109,6 +109,14 @@ class ParquetData(Dataset):
             self._expect_next(first, count)
         return to_batch(join(parts))
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what another process needs to read the same samples: without threads, and without rows."""
+        return self.__dict__ | {"_ahead": self._ahead.num_threads, "_lock": None, "_previous": None, "_rows": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__ |= state
+        self._ahead, self._lock = ReadAhead(self.read, int(str(state["_ahead"]))), Lock()
+
     def fingerprint(self) -> Fingerprint:
         """Uses the names of files without their folders, because data may be moved."""
         files, groups = blake2b(digest_size=16), blake2b(digest_size=16)

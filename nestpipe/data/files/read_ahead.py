@@ -17,6 +17,7 @@ class ReadAhead:
     def __init__(self, read: Callable[[int], Rows], num_threads: int = 1) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, must be at least 1")
+        self.num_threads = num_threads
         self._read = read
         self._pool = ThreadPoolExecutor(num_threads, "nestpipe-read")
         self._current: tuple[Window, Rows] | None = None

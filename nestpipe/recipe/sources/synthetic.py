@@ -11,6 +11,8 @@ from nestpipe.recipe.source import ClickSource, HeldOut, HistorySource
 from nestpipe.registry import datasets
 
 HELD_OUT = 2**40
+NUM_WORKERS = 2
+"""Processes that draw samples, if the model trains on an accelerator."""
 
 
 @datasets.register("clicks")
@@ -18,6 +20,7 @@ class SyntheticClicks(ClickSource):
     """Synthetic click log with 13 dense inputs and Zipf-distributed keys."""
 
     num_dense = NUM_DENSE
+    num_workers = NUM_WORKERS
 
     def training(self) -> Dataset:
         return self._dataset(self.config.data.num_samples)
@@ -37,6 +40,7 @@ class SyntheticHistories(HistorySource):
     """Synthetic histories of users with interests, sessions and items that lead to others."""
 
     has_known_items = False
+    num_workers = NUM_WORKERS
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
