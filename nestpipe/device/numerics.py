@@ -25,7 +25,7 @@ def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not non_empty:
         return torch.ones((), dtype=torch.bool, device=device)
     if is_accelerator(device):
-        return torch.nn.utils.get_total_norm(non_empty, math.inf) < math.inf
+        return (torch.stack(torch._foreach_norm(non_empty, math.inf)) < math.inf).all()
     return torch.stack([bound.double() for tensor in non_empty for bound in tensor.aminmax()]).isfinite().all()
 
 

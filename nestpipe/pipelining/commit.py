@@ -73,7 +73,9 @@ class Agreement(Protocol):
 
 def begin_commit(world: World, ballot: Ballot) -> Agreement:
     """Begins the agreement. Work done before it is finished hides its time."""
-    return _DeviceAgreement(world, ballot) if world.runs_ahead else _HostAgreement(world, ballot)
+    if not world.runs_ahead:
+        return _HostAgreement(world, ballot)
+    return _DeviceAgreement(world, ballot) if world.size > 1 else _LoneAgreement(world, ballot)
 
 
 class _HostAgreement:
@@ -115,6 +117,19 @@ class _DeviceAgreement:
         wait_for(moment)
         use_here(on_device)
         return on_device[1], in_host[1:], (on_device[0] != 0) | any_non_finite
+
+
+class _LoneAgreement:
+    """That of a world of one, on a device."""
+
+    def __init__(self, world: World, ballot: Ballot) -> None:
+        self._world = world
+        self._ballot = ballot
+
+    def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self._ballot.problem is not None:
+            raise self._world.watch.agreed(self._ballot.problem)
+        return self._ballot.loss, self._ballot.extra, self._ballot.non_finite | any_non_finite
 
 
 def _raise_problem(world: World, problem: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Copies and additions of rows by index."""
+"""Copies and additions of rows by index, and a check of their elements."""
 
 import math
 
@@ -69,3 +69,17 @@ def add_rows(
     from nestpipe.kernels.rows import triton_copy
 
     triton_copy.add_rows(target, places, source, is_first, limit, exceeds)
+
+
+def find_large(rows: Tensor, limit: float, exceeds: Tensor) -> None:
+    """Sets `exceeds`, one int32, to 1 if an element is NaN or larger in magnitude than `limit`."""
+    check_rows({"rows": rows})
+    if rows.numel() == 0:
+        return
+    if not runs_triton(rows):
+        reference.find_large(rows, limit, exceeds)
+        return
+    check_reachable({"rows": rows, "exceeds": exceeds})
+    from nestpipe.kernels.rows import triton_copy
+
+    triton_copy.find_large(rows, limit, exceeds)

@@ -105,13 +105,9 @@ def _are_columns(arrays: Sequence[Tensor], dim: int) -> bool:
     first = arrays[0]
     if len(first) < 2 or first.stride(1) != 1 or first.stride(0) < first.shape[1] or first.stride(0) % dim != 0:
         return False
-    memory, step = first.untyped_storage().data_ptr(), first.shape[1]
-    return all(
-        array.stride() == first.stride()
-        and array.untyped_storage().data_ptr() == memory
-        and array.storage_offset() == first.storage_offset() + i * step
-        for i, array in enumerate(arrays)
-    )
+    # Rows of several arrays that alternate in memory belong to one array.
+    address, step, stride = first.data_ptr(), first.shape[1] * first.itemsize, first.stride()
+    return all(array.data_ptr() == address + i * step and array.stride() == stride for i, array in enumerate(arrays))
 
 
 @dataclass(frozen=True)

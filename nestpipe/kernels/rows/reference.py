@@ -39,6 +39,11 @@ def add_rows(
         exceeds |= ~(total.abs() <= limit).all()
 
 
+def find_large(rows: Tensor, limit: float, exceeds: Tensor) -> None:
+    low, high = rows.aminmax()
+    exceeds |= ~((low >= -limit) & (high <= limit))  # a NaN appears in both bounds, and compares false
+
+
 def sum_runs(
     values: Tensor,
     order: Tensor | None,

@@ -1,4 +1,4 @@
-"""Kernels that copy and add rows, and one that fetches a list from pinned host memory."""
+"""Kernels that copy, add and check rows, and one that fetches a list from pinned host memory."""
 
 import torch
 import triton
@@ -19,6 +19,14 @@ _COUNTS = ["num_rows", "source_stride", "target_stride"]
 def places_of(rows, places, num_rows):
     """Returns the places of rows, which are the rows themselves if places is None."""
     return rows if places is None else tl.load(places + rows, mask=rows < num_rows, other=0)
+
+
+@triton.jit
+def store_if_large(values, inside, limit, exceeds):
+    """Sets a flag if an element is NaN or too large. All programs that write it write the same."""
+    magnitude = tl.abs(values)
+    too_large = (inside & ~(magnitude <= tl.full((), limit, magnitude.dtype))).to(tl.int32)  # NaN compares false
+    tl.store(exceeds, 1, mask=tl.reduce(tl.reduce(too_large, 1, larger), 0, larger) > 0)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -47,10 +55,18 @@ def add_kernel(
         is_later = (tl.load(is_first + rows, mask=rows < num_rows, other=1) == 0)[:, None]
         total = tl.where(is_later, tl.load(at, mask=inside & is_later, other=0.0) + total, total)
     tl.store(at, total, mask=inside)
-    if exceeds is not None:  # all programs that write it write the same
-        magnitude = tl.abs(total)
-        too_large = (inside & ~(magnitude <= tl.full((), limit, magnitude.dtype))).to(tl.int32)  # NaN compares false
-        tl.store(exceeds, 1, mask=tl.reduce(tl.reduce(too_large, 1, larger), 0, larger) > 0)
+    if exceeds is not None:
+        store_if_large(total, inside, limit, exceeds)
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride"])
+def large_kernel(
+    array, exceeds, num_rows, stride, limit: tl.float64,
+    VECTOR: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows, columns, inside = tile_of(tl.program_id(0).to(tl.int64), num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS)
+    values = tl.load(elements(array, rows, stride, columns, VECTOR), mask=inside, other=0.0)
+    store_if_large(values, inside, limit, exceeds)
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -95,6 +111,13 @@ def add_rows(
     constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
     arrays = target, places, source, None if is_first is None else is_first.view(torch.uint8), exceeds
     launch(add_kernel, len(tiles), *arrays, num_rows, *strides, limit, **constants)
+
+
+def find_large(rows: Tensor, limit: float, exceeds: Tensor) -> None:
+    num_rows, width = rows.shape
+    tiles, wide = RowTiles(num_rows, width, _SIZE), vector(width, rows)
+    constants = {"VECTOR": wide, **tiles.constants, "num_warps": _NUM_WARPS}
+    launch(large_kernel, len(tiles), rows, exceeds, num_rows, rows.stride(0) // wide, limit, **constants)
 
 
 def fetch(source: Tensor, target: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.kernels.rows import reference
-from nestpipe.kernels.rows.copy import add_rows, copy_rows
+from nestpipe.kernels.rows.copy import add_rows, copy_rows, find_large
 from tests.kernels.bits import ALL_DIMS, columns, same_bits
 
 LARGEST = torch.finfo(torch.float32).max
@@ -168,8 +168,8 @@ PLACES = (0, 8 * 130 - 1, 8 * 130, 9 * 130 - 1)
     ],
 )
 def test_exceeds_finds_non_finite_and_large_sums(device: torch.device, bad: float, is_first: bool, where: int) -> None:
-    """Finds them at any place, in target or source. Fails if add_kernel tests `total != total` only, or does not take
-    magnitudes. The reference finds the same."""
+    """Finds them at any place, in target or source. Fails if store_if_large tests `values != values` only, or does not
+    take magnitudes. The reference finds the same."""
     places, flags = torch.arange(9, device=device), torch.full((9,), is_first, device=device)
     for add in (add_rows, reference.add_rows):
         target, source = torch.ones(9, 130, device=device), torch.ones(9, 130, device=device)
@@ -177,11 +177,15 @@ def test_exceeds_finds_non_finite_and_large_sums(device: torch.device, bad: floa
         exceeds = torch.zeros(1, dtype=torch.int32, device=device)
         add(target, places, source, flags, LARGEST / 4, exceeds)
         assert int(exceeds) == 1
+    for find in (find_large, reference.find_large):
+        exceeds.zero_()
+        find(source if is_first else target[:, :130], LARGEST / 4, exceeds)
+        assert int(exceeds) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_limit_itself_is_not_too_large(device: torch.device, dtype: torch.dtype) -> None:
-    """Fails if add_kernel compares with `<`, or rounds the limit of float64 to float32."""
+    """Fails if store_if_large compares with `<`, or rounds the limit of float64 to float32."""
     limit = torch.finfo(dtype).max / 6
     one = torch.ones((), dtype=dtype) * limit
     for value, expected in ((one, 0), (-one, 0), (one.nextafter(one * 2), 1), (-one.nextafter(one * 2), 1)):
@@ -194,6 +198,10 @@ def test_the_limit_itself_is_not_too_large(device: torch.device, dtype: torch.dt
             exceeds = torch.zeros(1, dtype=torch.int32, device=device)
             add(target, None, source, None, limit if dtype is torch.float64 else float(one), exceeds)
             assert int(exceeds) == expected
+            for find in (find_large, reference.find_large):
+                exceeds.zero_()
+                find(source, limit if dtype is torch.float64 else float(one), exceeds)
+                assert int(exceeds) == expected
 
 
 def test_exceeds_is_never_reset(device: torch.device) -> None:
