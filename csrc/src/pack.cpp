@@ -1,6 +1,7 @@
 // The keys of a batch in the form in which an accelerator gets them.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -28,8 +29,8 @@ void for_pieces(const std::vector<int64_t>& sizes, int64_t item_bytes, int32_t n
         for (int64_t begin = 0; begin < sizes[list]; begin += most)
             pieces.push_back({list, begin, std::min(begin + most, sizes[list])});
     const auto count = static_cast<int64_t>(pieces.size());
-    const int32_t threads = threads_for(count, kPieceBytes, num_threads);
-    parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
+    const int64_t num_bytes = item_bytes * std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    parallel_for(count, 1, threads_for_bytes(num_bytes, num_threads), [&](int64_t begin, int64_t end) {
         for (auto p = static_cast<size_t>(begin); p < static_cast<size_t>(end); ++p)
             body(pieces[p].list, pieces[p].begin, pieces[p].end);
     });
@@ -155,8 +156,8 @@ int64_t lay_out(const nestpipe_feature_samples* features, int64_t num_features, 
         num_segments += blocks[b].num_samples;
     }
     bounds[0] = 0;
-    const int64_t block_bytes = 2 * sizeof(int64_t) * (1 + num_segments / std::max<int64_t>(1, num_blocks));
-    parallel_for(num_blocks, 1, threads_for(num_blocks, block_bytes, num_threads), [&](int64_t begin, int64_t end) {
+    const int64_t num_bytes = 2 * static_cast<int64_t>(sizeof(int64_t)) * num_segments;
+    parallel_for(num_blocks, 1, threads_for_bytes(num_bytes, num_threads), [&](int64_t begin, int64_t end) {
         for (auto b = static_cast<size_t>(begin); b < static_cast<size_t>(end); ++b) {
             int64_t* from = sources == nullptr ? nullptr : sources + segments[b];
             longest[b] = blocks[b].lay_out(begins[b], bounds + 1 + segments[b], from);

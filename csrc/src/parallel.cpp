@@ -147,4 +147,9 @@ int32_t threads_for(int64_t count, int64_t item_bytes, int32_t num_threads) {
     return static_cast<int32_t>(std::clamp<int64_t>(num_pieces, 1, num_threads));
 }
 
+int32_t threads_for_bytes(int64_t num_bytes, int32_t num_threads) {
+    if (num_bytes <= kWorthBytes) return 1;
+    return static_cast<int32_t>(std::clamp<int64_t>(num_bytes / kPieceBytes, 1, num_threads));
+}
+
 }  // namespace nestpipe

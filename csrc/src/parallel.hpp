@@ -19,4 +19,7 @@ int64_t grain_for(int64_t count, int64_t item_bytes, int32_t num_threads);
 // The number of threads that the work is worth, 1 .. num_threads.
 int32_t threads_for(int64_t count, int64_t item_bytes, int32_t num_threads);
 
+// The same for work that is cut into pieces already, each large enough for a thread.
+int32_t threads_for_bytes(int64_t num_bytes, int32_t num_threads);
+
 }  // namespace nestpipe
