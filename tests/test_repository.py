@@ -17,7 +17,7 @@ ALLOWED = {
     "kernels": {"store"},
     "data": set(),
     "datasets": {"data", "store"},
-    "distributed": {"device"},
+    "distributed": {"store", "device"},
     "ops": {"kernels"},
     "models": {"ops", "device"},
     "embedding": {"store", "kernels", "device", "data", "distributed"},

@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 12
+#define NESTPIPE_ABI_VERSION 13
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -681,6 +681,29 @@ NESTPIPE_API nestpipe_status nestpipe_sum_rows(const void* values, int64_t value
                                                const int64_t* order, int64_t num_entries, const int64_t* offsets,
                                                int64_t num_segments, int64_t dim, int32_t dtype, void* out,
                                                int64_t out_bytes, int64_t out_stride, int32_t num_threads);
+
+/* ---- mailboxes: messages between the ranks of one host, through shared memory --------------------------------- */
+
+/* What a rank sends to another one, or receives from it. */
+typedef struct nestpipe_parcel {
+    void* data;
+    int64_t num_bytes;
+    int64_t num_done; /* bytes sent or received so far: 0 before the first call of an exchange */
+} nestpipe_parcel;
+
+/* num_bytes receives the size of the memory of a mailbox of `size` ranks, 1 .. 4096, with ring_bytes, a multiple of 64
+ * up to 2^30, between any two of them. */
+NESTPIPE_API nestpipe_status nestpipe_mailbox_bytes(int64_t size, int64_t ring_bytes, int64_t* num_bytes);
+
+/* Sends outgoing[r] to rank r and receives incoming[r] from it, for all ranks but the own, and waits for at most
+ * timeout_us. is_done receives 0 if there is more to do: call again with the same parcels, which say how far they are.
+ * All ranks call it for the same exchanges in the same order, with sizes that agree; one thread of a rank at a time.
+ *   memory    mapped by all ranks, zero when the first of them maps it, aligned to 64 bytes
+ *   outgoing  [size]
+ *   incoming  [size] */
+NESTPIPE_API nestpipe_status nestpipe_mailbox_exchange(void* memory, int64_t memory_bytes, int64_t rank, int64_t size,
+                                                       int64_t ring_bytes, nestpipe_parcel* outgoing,
+                                                       nestpipe_parcel* incoming, int64_t timeout_us, int32_t* is_done);
 
 #ifdef __cplusplus
 }

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.pairs import spread
@@ -68,8 +67,8 @@ class SlowChannel(Channel):
 
 def _on_rank(world: World, size: Size) -> Iterator[Record]:
     torch.set_num_threads(1)
-    world.rows = SlowChannel("row exchange", world.watch, dist.new_group(backend="gloo"))
-    world.gradients = SlowChannel("gradient return", world.watch, dist.new_group(backend="gloo"))
+    world.rows = SlowChannel("row exchange", world.watch, world.rows.transport)
+    world.gradients = SlowChannel("gradient return", world.watch, world.gradients.transport)
     for num_micro_batches in size.nums_micro_batches:
         for schedule in WINDOWED:
             yield _measure(world, schedule, num_micro_batches, size)

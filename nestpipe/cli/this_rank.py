@@ -42,7 +42,11 @@ def _on_this_rank(config: Config, work: Callable[[Config, World], Summary], noti
     section = config.distributed
     try:
         world = World.from_environment(
-            section.timeout_seconds, config.runtime.device, section.backend, section.stall_seconds
+            section.timeout_seconds,
+            config.runtime.device,
+            section.backend,
+            section.stall_seconds,
+            section.shared_memory,
         )
     except ValueError as error:
         raise failed(error, 2) from None

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch import Tensor
 from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for, with_streams
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
+from nestpipe.distributed.monitor import POLL_SECONDS
+from nestpipe.distributed.transport import Transfer, Transport
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
 
 T = TypeVar("T")
@@ -24,15 +26,15 @@ class Channel:
     calling thread waits for the copy. With a device group, collectives of device memory run on it directly. Then
     `lane` is the only thread that issues them, for all channels, in the same order on every rank.
 
-    The main thread never waits inside a collective, where it could neither be interrupted nor give up. It hands the
-    collective to the channel's lane. The thread of a lane may block, because its caller waits for it with a watch.
+    The main thread never waits inside a collective that blocks, where it could neither be interrupted nor give up. It
+    hands the wait to the channel's lane. The thread of a lane may block, because its caller waits for it with a watch.
     """
 
     def __init__(
         self,
         name: str,
         watch: Watch,
-        group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
         streams: Streams | None = None,
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
@@ -41,12 +43,15 @@ class Channel:
         self.rank = watch.rank
         self.size = watch.size
         self.watch = watch
-        self._group = group
+        self.transport = transport
+        """Way of host memory; None in a world of one, or if the channel carries device memory only."""
         self.device_group = device_group
         """Group that carries device memory directly; None if everything goes through host memory."""
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
         self._num_agreed = 0
+        self._handed_over: Future[Any] | None = None
+        """Last collective that the lane was handed: the next one must come after it."""
 
     @property
     def is_staged(self) -> bool:
@@ -75,17 +80,22 @@ class Channel:
             self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
             meanwhile()  # enqueued behind the collective
         else:
-            group = self._host_group
-            work = self._begin(lambda: dist.all_to_all_single(received, message, *sizes, group=group, async_op=True))
-            meanwhile()
-            self._wait(lambda: self._guarded(work.wait))
+            transfer = self._host_transport.begin_all_to_all(message, send_bytes, received, receive_bytes)
+            try:
+                meanwhile()
+            except Exception:
+                self._complete(transfer)  # the other ranks wait for it
+                raise
+            self._complete(transfer)
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r. Row r of the result comes from rank r."""
         if self.size == 1:
             return parts
         parts, received = parts.contiguous(), torch.empty(parts.shape, dtype=parts.dtype)
-        self._run(lambda: dist.all_to_all_single(received, parts, group=self._host_group, async_op=True))
+        sizes = [parts[0].nbytes] * self.size
+        bytes_of = (parts.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8))
+        self._run(lambda: self._host_transport.begin_all_to_all(bytes_of[0], sizes, bytes_of[1], sizes))
         return received
 
     def all_gather_bytes(self, data: Tensor) -> list[Tensor]:
@@ -101,7 +111,7 @@ class Channel:
             self._issue(lambda: dist.all_reduce(values, group=self.device_group), values)
         elif self.size > 1:
             in_host = download(values)
-            self._run(lambda: dist.all_reduce(in_host, group=self._host_group, async_op=True))
+            self._run(lambda: self._host_transport.begin_sum(in_host))
             if in_host is not values:
                 values.copy_(in_host, non_blocking=True)
 
@@ -126,7 +136,8 @@ class Channel:
                 self.all_reduce_sum(values)
                 return values.to(device, non_blocking=True), mark(device)
 
-        return self._lane.submit(add_up)
+        self._handed_over = self._lane.submit(add_up)
+        return self._handed_over
 
     def share_text(self, text: str) -> list[str]:
         """Returns the text of every rank, on every rank."""
@@ -148,30 +159,37 @@ class Channel:
     def close(self) -> None:
         self._lane.close()
 
-    def _run(self, collective: Callable[[], dist.Work]) -> None:
-        """Runs a collective of host memory, after the work that the lane was handed before."""
+    def _run(self, begin: Callable[[], Transfer]) -> None:
+        """Runs a collective of host memory, after the one that the lane was handed before."""
 
         def run() -> None:
-            work = self._begin(collective)
-            self._guarded(work.wait)
+            self._complete(begin())
 
-        self._wait(run)
-
-    def _begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
-        """Starts a collective and returns at once: gloo's own threads carry it out."""
-        return self._guarded(collective)
-
-    def _wait(self, until_done: Callable[[], object]) -> None:
-        if isinstance(threading.current_thread(), LaneThread):
-            until_done()
+        is_free = self._handed_over is None or self._handed_over.done()
+        if isinstance(threading.current_thread(), LaneThread) or (is_free and not self._host_transport.blocks):
+            run()
         else:
-            self.watch.wait(self._lane.submit(until_done), self.name)
+            self.watch.wait(self._lane.submit(run), self.name)
+
+    def _complete(self, transfer: Transfer) -> None:
+        """Waits for a collective of host memory."""
+
+        def complete() -> None:
+            while not transfer.advance(POLL_SECONDS):
+                pass
+
+        if isinstance(threading.current_thread(), LaneThread):
+            complete()
+        elif self._host_transport.blocks:
+            self.watch.wait(self._lane.submit(complete), self.name)
+        else:
+            self.watch.wait_until(transfer.advance, self.name)
 
     @property
-    def _host_group(self) -> dist.ProcessGroup:
-        if self._group is None:  # torch takes None for its default group
+    def _host_transport(self) -> Transport:
+        if self.transport is None:
             raise RuntimeError(f"the channel of {self.name} carries device memory only")
-        return self._group
+        return self.transport
 
     def _is_direct(self, device: torch.device) -> bool:
         return self.device_group is not None and device == self._streams.device

@@ -72,13 +72,13 @@ class Link:
             # NCCL's own watchdog would abort the process when a rank is lost, before the watch can say which, and why.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             self.has_nccl = True
-        group: dist.ProcessGroup = self._run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
+        group: dist.ProcessGroup = self.run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
         return group
 
     def gather(self, text: str) -> list[str]:
         """Returns the text of every rank."""
         texts = [""] * self.size
-        self._run(lambda: dist.all_gather_object(texts, text, group=self.group))
+        self.run(lambda: dist.all_gather_object(texts, text, group=self.group))
         return texts
 
     def settle(self) -> None:
@@ -101,18 +101,18 @@ class Link:
             store = PrefixStore(f"{prefix_of(0)}/default_pg", self._store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=UNLIMITED)
 
-        self._run(make)
+        self.run(make)
         group = dist.group.WORLD
         assert group is not None
         return group
 
-    def _run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Runs work that connects ranks. Raises the failure of a rank that the watch sees meanwhile."""
 
         def guarded() -> T:
             try:
                 return work()
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise LostConnectionError(str(error)) from error
 
         return self.watch.wait(self._lane.submit(guarded), "connecting")

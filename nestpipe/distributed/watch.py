@@ -128,20 +128,29 @@ class Watch:
         self.check()
         if not pending.done():
             with self._activity.doing(stage, is_remote, is_caller=True):
-                self._wait(pending, stage, is_remote)
+                self._wait(lambda seconds: bool(wait([pending], seconds).done), stage, is_remote)
         if isinstance(error := pending.exception(), LostConnectionError):
             raise self.explained(error, stage)
         return pending.result()
+
+    def wait_until(self, is_over: Callable[[float], bool], stage: str) -> None:
+        """Waits until is_over(seconds) returns True, open to Ctrl-C. It waits for other ranks, at most so long."""
+        self.check()
+        try:
+            with self._activity.doing(stage, True, is_caller=True):
+                self._wait(is_over, stage, True)
+        except LostConnectionError as error:
+            raise self.explained(error, stage) from error
 
     def check(self) -> None:
         """Raises if these ranks have failed before: their collectives may still be under way."""
         if self.failure is not None:
             raise RankError(f"these ranks have failed before: {self.failure}; start them again")
 
-    def _wait(self, pending: Future[T], stage: str, is_remote: bool) -> None:
+    def _wait(self, is_over: Callable[[float], bool], stage: str, is_remote: bool) -> None:
         waited = unanswered = 0.0
         num_answers, looked = -1, time.monotonic()
-        while not wait([pending], POLL_SECONDS).done:
+        while not is_over(POLL_SECONDS):
             monitor = self._monitor
             if monitor is None:
                 continue

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -24,11 +24,24 @@ from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
 from nestpipe.distributed.notice import Notice
+from nestpipe.distributed.shared_memory import (
+    LARGE_RING_BYTES,
+    RING_BYTES,
+    Listener,
+    Neighbours,
+    SharedMemory,
+    are_on_one_host,
+)
 from nestpipe.distributed.sockets import check_open_files
+from nestpipe.distributed.transport import GlooTransport, Transport
 from nestpipe.distributed.watch import Watch
 
 NUM_GROUPS = 5
 """Number of gloo groups of a world, each with a connection to every other rank; see docs/distributed.md."""
+
+
+NUM_LARGE_CHANNELS, NUM_SMALL_CHANNELS = 4, 3
+"""Channels of keys, rows, gradients and dense sums, and those of short messages."""
 
 
 class Reduction(Protocol):
@@ -52,13 +65,15 @@ class World:
         has_issuer: bool | None = None,
         stall_seconds: float = 600.0,
         link: Link | None = None,
+        shared_memory: bool = True,
     ) -> None:
         """backend: "gloo", or "nccl", which carries device memory. has_issuer: one thread issues all collectives of
         rows and dense gradients, in schedule order; None if the backend decides.
 
         timeout_seconds: time without a sign of life after which a rank ends the run. stall_seconds: time without
         progress after which a living rank does. link: connections to the other ranks; by default, those of
-        torch.distributed or of the environment.
+        torch.distributed or of the environment. shared_memory: ranks that are all on one host exchange host memory
+        through memory that they share; otherwise, or if False, through gloo.
         """
         self.rank = rank
         self.size = size
@@ -77,15 +92,19 @@ class World:
         needs_issuer = backend == "nccl" if has_issuer is None else has_issuer
         self.issuer = Lane("issuer") if size > 1 and needs_issuer else None
         """The one thread that issues collectives of device memory; None if each lane issues its own."""
+        self._shared = _shared_memory(link, rank) if link is not None and shared_memory else None
+        self.host_transport = "gloo" if self._shared is None else "shared memory"
+        """Way of host memory between ranks."""
         self.route = self._channel("route")
         self.rows = self._channel("row exchange", is_on_device=True)
         self.gradients = self._channel("gradient return", is_on_device=True)
         self.dense = self._channel("dense reduction", is_on_device=True, needs_host=True)
         # Only the caller's thread uses these three, and waits for each collective. So they can share a group.
         group, lane = link.group if link is not None else None, Lane("agreement")
-        self.evaluate = Channel("evaluation", self.watch, group, self.streams, lane)
-        self.control = Channel("agreement", self.watch, group, self.streams, lane)
-        self.commit = Channel("commit", self.watch, group, self.streams, self.issuer or lane, self.dense.device_group)
+        self.evaluate = Channel("evaluation", self.watch, self._transport(group), self.streams, lane)
+        self.control = Channel("agreement", self.watch, self._transport(group), self.streams, lane)
+        agreeing = self.issuer or lane, self.dense.device_group
+        self.commit = Channel("commit", self.watch, self._transport(group), self.streams, *agreeing)
         self.notice = Notice()
         """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
@@ -98,6 +117,7 @@ class World:
         device: torch.device | str | None = None,
         backend: str = "auto",
         stall_seconds: float = 600.0,
+        shared_memory: bool = True,
     ) -> "World":
         """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
         one.
@@ -116,7 +136,7 @@ class World:
             link = _link(rank, size, timeout_seconds, stall_seconds)
             places = link.gather(device_place(own_device))
             chosen = choose_backend(backend, places)
-            world = World(rank, size, timeout_seconds, own_device, chosen, link=link)
+            world = World(rank, size, timeout_seconds, own_device, chosen, link=link, shared_memory=shared_memory)
             if places[rank]:
                 world.num_sharing_device = places.count(places[rank])
             _environment_world = ref(world)
@@ -175,6 +195,8 @@ class World:
                 self.watch.wait(lane.submit(dist.destroy_process_group), "the end")
                 lane.close()
         self._link.end()
+        if self._shared is not None:
+            self._shared.close()
 
     def _channel(self, name: str, is_on_device: bool = False, needs_host: bool = False) -> Channel:
         lane, device_group = None, None
@@ -182,8 +204,15 @@ class World:
             lane = self.issuer
             if self.backend == "nccl" or not self.runs_ahead:  # gloo cannot send device memory
                 device_group = self._group(self.backend)
-        group = self._group("gloo") if device_group is None or needs_host else None
-        return Channel(name, self.watch, group, self.streams, lane, device_group)
+        needs_group = self._shared is None and (device_group is None or needs_host)
+        transport = self._transport(self._group("gloo") if needs_group else None)
+        return Channel(name, self.watch, transport, self.streams, lane, device_group)
+
+    def _transport(self, group: dist.ProcessGroup | None) -> Transport | None:
+        """Returns the way of host memory on the next channel. All ranks make their channels in the same order."""
+        if self._shared is not None:
+            return self._shared.next_transport()
+        return GlooTransport(group) if group is not None else None
 
     def _group(self, backend: str) -> dist.ProcessGroup | None:
         return self._link.new_group(backend) if self._link is not None else None
@@ -198,9 +227,20 @@ def _print_once(world: World) -> None:
     """Prints ranks and device, which the environment decided: the user may expect more than there are."""
     global _has_printed
     if world.rank == 0 and not _has_printed:
-        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks, {world.backend} between them"
+        between = world.backend if world.backend == "nccl" else world.host_transport
+        ranks = "1 rank" if world.size == 1 else f"{world.size} ranks, {between} between them"
         print(f"nestpipe: {ranks}, on {world.device}", file=sys.stderr, flush=True)
     _has_printed = True
+
+
+def _shared_memory(link: Link, rank: int) -> SharedMemory | None:
+    """Returns the memory of a world whose ranks are all on one host; else None."""
+    with closing(Listener()) as listener:
+        addresses = link.gather(listener.address)
+        if not are_on_one_host(addresses):
+            return None
+        rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
+        return link.run(lambda: SharedMemory(Neighbours(rank, listener, addresses), rings))
 
 
 def _link(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> Link:

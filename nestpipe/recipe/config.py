@@ -248,6 +248,9 @@ class DistributedSection:
     backend: str = key(
         "auto", "backend for device memory; auto: nccl if each rank has its own device, else gloo", choices=BACKENDS
     )
+    shared_memory: bool = key(
+        True, "ranks that are all on one host exchange host memory through memory that they share, instead of gloo"
+    )
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def run(
         "schedule": config.pipeline.schedule,
         "ranks": world.size,
         "backend": world.backend,
+        "host_transport": world.host_transport,
         "num_micro_batches": config.pipeline.num_micro_batches,
         "steps": trainer.num_steps,
         "resumed_from_step": result.num_steps_before if folder is not None else 0,

@@ -52,7 +52,7 @@ def test_a_trainer_under_torchrun(tmp_path: Path) -> None:
     assert sum(num_rows) == len(
         {int(key) for batch in global_batches(2) for j in batch.keys.values() for key in j.values} - {-7}
     )
-    assert done.stderr.count("nestpipe: 2 ranks, gloo between them, on cpu") == 1
+    assert done.stderr.count("nestpipe: 2 ranks, shared memory between them, on cpu") == 1
 
 
 def takes_this_world(world: World) -> tuple[bool, bool]:

@@ -13,24 +13,27 @@ from nestpipe.distributed.world import NUM_GROUPS
 from tests.ranks import _CONTEXT, run_ranks
 
 
-def num_connections(world: World) -> int:
-    """Counts the connections of this process to other ranks, without those to the store and to the test."""
+def num_connections(world: World, shared_memory: bool) -> int:
+    """Counts the connections of a world to other ranks, without those to the store and to the test."""
+    before = set(_open_sockets())
+    world = World(world.rank, world.size, shared_memory=shared_memory)
     port, num = int(os.environ["MASTER_PORT"]), 0
-    for descriptor, _ in _open_sockets():
+    for descriptor, _ in set(_open_sockets()) - before:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             try:
-                num += port not in (connection.getsockname()[1], connection.getpeername()[1])
+                ends = connection.getsockname(), connection.getpeername()
             except OSError:  # a listener
                 continue
+            num += connection.family == socket.AF_UNIX or port not in (end[1] for end in ends)
     world.control.share_text("")  # no rank closes connections before all have counted
     return num
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sockets_of_a_peer(size: int) -> None:
-    """docs/distributed.md states the number. Fails if evaluation gets its own group."""
+@pytest.mark.parametrize(("size", "shared_memory", "num_each"), [(2, False, 5), (3, False, 5), (3, True, 2)])
+def test_sockets_of_a_peer(size: int, shared_memory: bool, num_each: int) -> None:
+    """docs/distributed.md states the numbers. Fails if evaluation gets its own group."""
     assert NUM_GROUPS == 5
-    assert run_ranks(size, num_connections) == [5 * (size - 1)] * size
+    assert run_ranks(size, num_connections, shared_memory) == [num_each * (size - 1)] * size
 
 
 def start_with_few_files(results) -> None:

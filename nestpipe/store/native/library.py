@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -212,6 +212,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "copy_runs": (*_KEYS, c_void_p, *_KEYS, c_void_p, *_KEYS),
     "copy_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32),
     "add_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
+    "mailbox_bytes": (c_int64, c_int64, POINTER(c_int64)),
+    "mailbox_exchange": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, POINTER(c_int32)),
     "sum_rows": (*_ROWS, *_KEYS, *_KEYS, c_int64, c_int32, *_ROWS, c_int32),
 }
 

@@ -1,0 +1,274 @@
+"""Shared memory between the ranks of one host: their messages take no network, no system buffers and no other threads.
+
+Rank 0 makes the memory, and hands it to the others over Unix sockets. It has no name, so nothing stays behind when the
+ranks are gone. The connections stay open: one that closes tells that its rank has died. If the ranks of a world are on
+several hosts, all use gloo.
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from ctypes import byref, c_int32, c_int64
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nestpipe.distributed.watch import LostConnectionError
+from nestpipe.store.native.library import call
+
+LARGE_RING_BYTES = 2 << 20
+"""Bytes between two ranks on a channel of rows, gradients or dense sums. Larger messages travel in pieces."""
+RING_BYTES = 128 << 10
+CONNECT_SECONDS = 60.0
+SMALL_SUM_BYTES = 64 << 10
+"""Up to this size each rank sends all values to all others; larger sums are shared out among the ranks."""
+
+
+def host_identity() -> str:
+    """Returns a text that is equal on ranks that can share memory: the same system, network namespace and user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').readlink()} {os.getuid()}"
+
+
+class Listener:
+    """A socket at which the ranks of this host find this one."""
+
+    def __init__(self) -> None:
+        self._name = f"nestpipe-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(f"\0{self._name}")
+        self._socket.listen(socket.SOMAXCONN)
+        self._socket.settimeout(CONNECT_SECONDS)
+
+    @property
+    def address(self) -> str:
+        """Returns the host and the name of the socket, for the other ranks."""
+        return f"{host_identity()} {self._name}"
+
+    def accept(self) -> tuple[int, socket.socket]:
+        """Returns the number of a rank that has connected, and the connection."""
+        while True:
+            connection, _ = self._socket.accept()
+            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                connection.settimeout(CONNECT_SECONDS)
+                return struct.unpack("q", connection.recv(8, socket.MSG_WAITALL))[0], connection
+            connection.close()  # any user of this system may connect
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def are_on_one_host(addresses: Sequence[str]) -> bool:
+    return len({address.rpartition(" ")[0] for address in addresses}) == 1
+
+
+class Neighbours:
+    """The connections of a rank to all others, which are on its host, and the memory that they share."""
+
+    def __init__(self, rank: int, listener: Listener, addresses: Sequence[str]) -> None:
+        """addresses: those of all ranks."""
+        self.rank, self.size = rank, len(addresses)
+        self._connections: dict[int, socket.socket] = {}
+        for other in range(rank):
+            self._connections[other] = self._connect(addresses[other].rpartition(" ")[2])
+        while len(self._connections) < self.size - 1:
+            other, connection = listener.accept()
+            self._connections[other] = connection
+
+    def _connect(self, name: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(CONNECT_SECONDS)
+        connection.connect(f"\0{name}")
+        connection.sendall(struct.pack("q", self.rank))
+        return connection
+
+    def shared(self, num_bytes: int) -> mmap.mmap:
+        """Returns memory that all ranks share, zero at first. All ranks call it together."""
+        if self.rank == 0:
+            file = os.memfd_create("nestpipe")
+            os.ftruncate(file, num_bytes)
+            for connection in self._connections.values():
+                socket.send_fds(connection, [b"m"], [file])
+        else:
+            _, (file, *_), _, _ = socket.recv_fds(self._connections[0], 1, 1)
+        try:
+            return mmap.mmap(file, num_bytes)
+        finally:
+            os.close(file)
+
+    def lost(self) -> list[int]:
+        """Returns the ranks whose connections have closed."""
+        poll = select.poll()
+        for connection in self._connections.values():
+            poll.register(connection, select.POLLIN)  # nothing is sent any more: a closed connection is all it can be
+        ready = {descriptor for descriptor, _ in poll.poll(0)}
+        return [rank for rank, connection in self._connections.items() if connection.fileno() in ready]
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+class SharedMemory:
+    """Transports of the channels of a world whose ranks are all on one host."""
+
+    def __init__(self, neighbours: Neighbours, ring_bytes: Sequence[int]) -> None:
+        """ring_bytes: for each channel, in the order in which all ranks take their transports. All ranks call it
+        together."""
+        self._neighbours = neighbours
+        sizes = [_mailbox_bytes(neighbours.size, number) for number in ring_bytes]
+        starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
+        memory = neighbours.shared(starts[-1])
+        parts = zip(starts, sizes, ring_bytes, strict=False)
+        self._transports = iter([SharedMemoryTransport(neighbours, memory, *part) for part in parts])
+
+    def next_transport(self) -> "SharedMemoryTransport":
+        return next(self._transports)
+
+    def close(self) -> None:
+        self._neighbours.close()
+
+
+def _mailbox_bytes(size: int, ring_bytes: int) -> int:
+    num_bytes = c_int64()
+    call("mailbox_bytes", size, ring_bytes, byref(num_bytes))
+    return num_bytes.value
+
+
+class SharedMemoryTransport:
+    """See Transport. The threads of the ranks copy messages into shared memory and out of it; see the native library's
+    mailbox.hpp. Sums are added in order of rank, so their bits do not depend on sizes or on who comes first."""
+
+    blocks = False
+
+    def __init__(self, neighbours: Neighbours, memory: mmap.mmap, start: int, num_bytes: int, ring_bytes: int) -> None:
+        self.rank, self.size = neighbours.rank, neighbours.size
+        self._neighbours = neighbours
+        self._memory = (ctypes.c_char * num_bytes).from_buffer(memory, start)
+        self._mailbox = ctypes.addressof(self._memory), num_bytes, self.rank, self.size, ring_bytes
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def begin_all_to_all(
+        self, message: Tensor, send_bytes: list[int], received: Tensor, receive_bytes: list[int]
+    ) -> "_Exchange":
+        sent, arriving = _bounds(send_bytes), _bounds(receive_bytes)
+        own = slice(*sent[self.rank : self.rank + 2]), slice(*arriving[self.rank : self.rank + 2])
+        if own[0].start < own[0].stop:
+            _bytes(received)[own[1]] = _bytes(message)[own[0]]
+        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
+        parcels[0, :, 0], parcels[0, :, 1] = message.data_ptr() + np.array(sent[:-1]), send_bytes
+        parcels[1, :, 0], parcels[1, :, 1] = received.data_ptr() + np.array(arriving[:-1]), receive_bytes
+        return self._begun(parcels, message, received)
+
+    def begin_sum(self, values: Tensor) -> "_Sum":
+        return _Sum(self, values)
+
+    def gather(self, source: Tensor, target: Tensor, bounds: list[int]) -> "_Exchange":
+        """Begins to send `source` to all ranks. Rank r's arrives in target[bounds[r]:bounds[r + 1]]."""
+        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
+        offsets = np.array(bounds) * target.itemsize
+        parcels[0, :, 0], parcels[0, :, 1] = source.data_ptr(), source.nbytes
+        parcels[1, :, 0], parcels[1, :, 1] = target.data_ptr() + offsets[:-1], np.diff(offsets)
+        return self._begun(parcels, source, target)
+
+    def scratch(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory that the next sum uses again: new memory costs page faults."""
+        num_bytes = num_values * dtype.itemsize
+        if self._scratch.nbytes < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(dtype)
+
+    def _begun(self, parcels: NDArray[np.int64], *tensors: Tensor) -> "_Exchange":
+        exchange = _Exchange(self._neighbours, self._mailbox, parcels, tensors)
+        exchange.advance(0.0)
+        return exchange
+
+
+class _Exchange:
+    """See Transfer."""
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        mailbox: tuple[int, int, int, int, int],
+        parcels: NDArray[np.int64],
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        self._neighbours = neighbours
+        self._mailbox = mailbox
+        self._parcels = parcels
+        self._tensors = tensors  # keeps alive what the parcels point to
+        self._is_done = c_int32(0)
+
+    def advance(self, seconds: float) -> bool:
+        if self._exchanged(seconds):
+            return True
+        lost = self._neighbours.lost() if seconds > 0.0 else []
+        if lost and not self._exchanged(0.0):  # a rank may leave once it has sent everything
+            raise LostConnectionError(f"the connection to rank {', '.join(map(str, lost))} has closed")
+        return bool(self._is_done.value)
+
+    def _exchanged(self, seconds: float) -> bool:
+        if not self._is_done.value:
+            parcels = (self._parcels[0].ctypes.data, self._parcels[1].ctypes.data)
+            call("mailbox_exchange", *self._mailbox, *parcels, int(seconds * 1e6), byref(self._is_done))
+        return bool(self._is_done.value)
+
+
+class _Sum:
+    """A sum over ranks. Each rank adds up one part, from all ranks, and sends it to all; a small sum is added up by all
+    of them."""
+
+    def __init__(self, transport: SharedMemoryTransport, values: Tensor) -> None:
+        size, number = transport.size, values.numel()
+        self._transport = transport
+        self._values = values.view(-1)
+        self._is_small = values.nbytes <= SMALL_SUM_BYTES
+        num_parts = 1 if self._is_small else size
+        self._bounds = [number * r // num_parts for r in range(num_parts + 1)]
+        self._own = slice(0, number) if self._is_small else slice(*self._bounds[transport.rank : transport.rank + 2])
+        num_own = self._own.stop - self._own.start
+        self._parts = transport.scratch(size * num_own, values.dtype).view(size, num_own)
+        self._parts[transport.rank] = self._values[self._own]
+        self._exchange = self._begin_parts(num_own)
+        self._is_added = False
+
+    def _begin_parts(self, num_own: int) -> _Exchange:
+        transport, item = self._transport, self._values.itemsize
+        arriving = [num_own * item] * transport.size
+        if self._is_small:
+            return transport.gather(self._values, self._parts, [num_own * r for r in range(transport.size + 1)])
+        sizes = [(end - begin) * item for begin, end in zip(self._bounds, self._bounds[1:], strict=False)]
+        return transport.begin_all_to_all(_bytes(self._values), sizes, _bytes(self._parts), arriving)
+
+    def advance(self, seconds: float) -> bool:
+        if not self._exchange.advance(seconds):
+            return False
+        if not self._is_added:
+            self._is_added = True
+            total = self._values[self._own]
+            total.copy_(self._parts[0])
+            for part in self._parts[1:]:
+                total += part
+            if not self._is_small:
+                self._exchange = self._transport.gather(total, self._values, self._bounds)
+                return self._exchange.advance(seconds)
+        return True
+
+
+def _bounds(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
