@@ -214,7 +214,8 @@ void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, 
                            int32_t num_threads) const {
     const int64_t record_bytes = tables_[0]->record_bytes_;
     const auto bytes = static_cast<uint64_t>(record_bytes);
-    const Copy copy = streaming_copy();
+    const Copy copy = copy_for(static_cast<uint64_t>(num_keys()) * bytes);
+    const bool is_cached = copy != streaming_copy();
     const auto num_parts = static_cast<uint64_t>(threads_for(num_keys(), 2 * record_bytes, num_threads));
     const auto part_of = [=](uint32_t row) { return uint64_t{row * 2654435769u} * num_parts >> 32; };
     const auto write_part = [&](uint64_t part) {
@@ -223,7 +224,9 @@ void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, 
             selected_in_two_steps(
                 num_keys(), [&](int64_t i) { return part_of(rows[i]) == part; },
                 [&](int64_t i) {
-                    prefetch(fetching(i).arena_.step(rows[i]));
+                    const Arena& arena = fetching(i).arena_;
+                    prefetch(arena.step(rows[i]));
+                    if (is_cached) prefetch_lines(arena.record(rows[i]), bytes);
                     if (records.places != nullptr) prefetch_lines(records[i], bytes);
                 },
                 [&](int64_t i) {

@@ -115,15 +115,18 @@ class Channel:
             if in_host is not values:
                 values.copy_(in_host, non_blocking=True)
 
-    def begin_sum(self, parts: list[Tensor]) -> Future[tuple[Tensor, Mark]]:
+    def begin_sum(self, parts: list[Tensor], has_other_work: bool = True) -> Future[tuple[Tensor, Mark]]:
         """Begins to sum the concatenated parts over ranks. The caller waits for the result with the watch.
 
-        The sum belongs to another stream, and is complete when the returned mark is reached.
+        The sum belongs to another stream, and is complete when the returned mark is reached. has_other_work: False if
+        the caller waits for the sum next. A thread that can give up then does it itself, before this returns.
         """
         device = parts[0].device
-        if self.size == 1:
+        if self.size == 1 or (not has_other_work and self._is_quick(device)):
+            values = torch.cat([part.flatten() for part in parts])
+            self.all_reduce_sum(values)
             done: Future[tuple[Tensor, Mark]] = Future()
-            done.set_result((torch.cat([part.flatten() for part in parts]), None))
+            done.set_result((values, None))
             return done
         moment = mark(device)
 
@@ -190,6 +193,11 @@ class Channel:
         if self.transport is None:
             raise RuntimeError(f"the channel of {self.name} carries device memory only")
         return self.transport
+
+    def _is_quick(self, device: torch.device) -> bool:
+        """Returns whether this thread can sum memory of this device without handing it to the lane."""
+        is_in_host = with_streams(device) is None and not self._is_direct(device)
+        return is_in_host and not self._host_transport.blocks
 
     def _is_direct(self, device: torch.device) -> bool:
         return self.device_group is not None and device == self._streams.device

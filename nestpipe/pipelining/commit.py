@@ -83,7 +83,7 @@ class _HostAgreement:
         self._world = world
         self._ballot = ballot
         numbers = torch.tensor([bool(ballot.non_finite), ballot.problem is not None, ballot.loss], dtype=torch.float64)
-        self._sum = world.commit.begin_sum([numbers, ballot.extra])
+        self._sum = world.commit.begin_sum([numbers, ballot.extra], has_other_work=False)
 
     def finish(self, any_non_finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums, _ = self._world.watch.wait(self._sum, "commit")

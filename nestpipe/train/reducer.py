@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +70,15 @@ class DenseReducer:
             step.trace.enter("dense")
         self._update_buckets()
         self._check_untouched()
-        self._begin_rest()
+        with nullcontext() if step is None else step.trace.span("reduce"):
+            self._begin_rest()
         used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.float64)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        non_finite = ~all_finite(gradients, self.world.device)
+        # With buckets, their sums show what is not finite in the gradients of any rank.
+        non_finite = ~all_finite([] if self.buckets else gradients, self.world.device)
         if step is None:
             sums = self._sums()
-            used = self._agree(used, non_finite, loss)
+            used = self._agree(used, non_finite | ~all_finite(sums, self.world.device), loss)
         else:
             agreement = step.begin_commit(loss, non_finite, used)
             with step.trace.span("reduce"):
@@ -139,15 +141,15 @@ class DenseReducer:
         while len(self._begun) < len(self.buckets) and self._num_missing[len(self._begun)] == 0:
             self._begin_next()
 
-    def _begin_next(self) -> None:
+    def _begin_next(self, has_other_work: bool = True) -> None:
         bucket = self.buckets[len(self._begun)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
         self._versions.append(_versions(bucket))
-        self._begun.append(self.world.dense.begin_sum(gradients))
+        self._begun.append(self.world.dense.begin_sum(gradients, has_other_work))
 
     def _begin_rest(self) -> None:
         while len(self._begun) < len(self.buckets):
-            self._begin_next()
+            self._begin_next(has_other_work=False)
 
     def _sums(self) -> list[Tensor]:
         begun, self._begun, self._versions = self._begun, [], []

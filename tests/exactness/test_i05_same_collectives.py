@@ -6,7 +6,7 @@ Fails if DistributedBatch.send_rows returns early on a rank that neither sends n
 import pytest
 
 from nestpipe import World
-from nestpipe.distributed import Channel
+from tests.collectives import record_collectives
 from tests.exactness.cases import Case, global_batches, make_trainer
 from tests.ranks import run_ranks
 from tests.schedules import OUTER
@@ -15,13 +15,7 @@ from tests.schedules import OUTER
 def collectives(world: World, schedule: str) -> dict[str, list[str]]:
     """Returns the kinds of collectives by channel, in order. Rank 0 has few samples, rank 1 none, rank 2 ends early."""
     calls: dict[str, list[str]] = {}
-    original = Channel._begin
-
-    def record(channel: Channel, collective):
-        calls.setdefault(channel.name, []).append(collective.__qualname__)
-        return original(channel, collective)
-
-    Channel._begin = record
+    record_collectives(world, lambda channel, kind: calls.setdefault(channel, []).append(kind))
     trainer = make_trainer(world, Case("adam", "shared", 4, schedule=schedule))
     batches = global_batches(6)
     mine = {0: [batch[:2] for batch in batches], 1: [], 2: batches[:3]}[world.rank]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nestpipe import Batch, DenseReducer, World
-from nestpipe.distributed import Channel
 from nestpipe.pipelining import Step
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.train.digest import digest
+from tests.collectives import record_collectives
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
 from tests.schedules import OUTER
 
@@ -172,17 +172,14 @@ def without_reducer(world: World) -> tuple[list[str], list[float], list[float], 
     first = Loop(world, "nested", "reducer")
     digests = [first.run(batches)]
     begun: dict[str, int] = {}
-    original = Channel._begin
 
-    def count(channel: Channel, collective):
-        begun[channel.name] = begun.get(channel.name, 0) + 1
-        return original(channel, collective)
+    def count(channel: str, kind: str) -> None:
+        begun[channel] = begun.get(channel, 0) + 1
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "_begin", count)
-        second = Loop(world, "nested", "none")
-        digests.append(second.run(batches))
-        digests.append(Loop(world, "nested", "none").run(batches, commits=False))
+    record_collectives(world, count)
+    second = Loop(world, "nested", "none")
+    digests.append(second.run(batches))
+    digests.append(Loop(world, "nested", "none").run(batches, commits=False))
     return digests, first.losses, second.losses, begun
 
 
