@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -69,6 +70,33 @@ def fingerprint_of(dataset: Dataset) -> Fingerprint:
     return {} if method is None else method()
 
 
+@dataclass(frozen=True)
+class _Slices:
+    """The parts of the global batches that one rank reads."""
+
+    dataset: Dataset
+    batch_size: int
+    rank: int
+    world_size: int
+
+    def at(self, position: int) -> tuple[int, int, int]:
+        """Returns the first sample of this rank's part of the global batch at a position, the number of its samples,
+        and the position of the next global batch: the same at the end of the data."""
+        end = self.dataset.num_samples
+        first = _at_most(position + self.rank * self.batch_size, end)
+        count = _at_most(first + self.batch_size, end) - first
+        return first, count, _at_most(position + self.batch_size * self.world_size, end)
+
+    def after(self, position: int) -> Iterator[tuple[int, int]]:
+        """Yields first sample and number of samples of each part, from a position on."""
+        while True:
+            first, count, following = self.at(position)
+            if following == position:
+                return
+            yield first, count
+            position = following
+
+
 class Batches(Iterator[Batch]):
     """The batches of one rank. Each `batch_size * world_size` samples are divided among the ranks, in order of rank.
 
@@ -93,43 +121,28 @@ class Batches(Iterator[Batch]):
         self.num_workers = num_workers
         self.position = 0
         """Position of the first sample that no rank was given yet."""
+        self._slices = _Slices(dataset, batch_size, rank, world_size)
         self._order: Fingerprint | None = None
         self._workers: WorkerReader | None = None
         """Processes that read from `position` on; None before the first batch, and after an error or a jump."""
 
     def __next__(self) -> Batch:
-        first, count, following = self._slice(self.position)
+        first, count, following = self._slices.at(self.position)
         if following == self.position:
+            self._workers = None  # they have nothing more to read
             raise StopIteration
         batch = self.dataset.samples(first, count) if self.num_workers == 0 else self._read_by_worker()
         self.position = following
         return batch
 
-    def _slice(self, position: int) -> tuple[int, int, int]:
-        """Returns the first sample of this rank's part of the global batch at a position, the number of its samples,
-        and the position of the next global batch: the same at the end of the data."""
-        end = self.dataset.num_samples
-        first = _at_most(position + self.rank * self.batch_size, end)
-        count = _at_most(first + self.batch_size, end) - first
-        return first, count, _at_most(position + self.batch_size * self.world_size, end)
-
-    def _slices(self, position: int) -> Iterator[tuple[int, int]]:
-        """Yields the slices of this rank from a position on."""
-        while True:
-            first, count, following = self._slice(position)
-            if following == position:
-                return
-            yield first, count
-            position = following
-
     def _read_by_worker(self) -> Batch:
         if self._workers is None:
             from nestpipe.data.workers import WorkerReader  # takes time to import
 
-            self._workers = WorkerReader(self.dataset, self._slices(self.position), self.num_workers)
+            self._workers = WorkerReader(self.dataset, self._slices.after(self.position), self.num_workers)
         try:
             return next(self._workers)
-        except Exception:  # a further call reads the same batch again, as it does without workers
+        except BaseException:  # a further call reads the same batch again, as it does without workers
             self._workers = None
             raise
 

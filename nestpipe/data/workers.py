@@ -5,9 +5,14 @@ Each batch comes back as one piece of shared memory, and a description of the te
 
 import io
 import multiprocessing
+import os
 import pickle
+import signal
+import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +39,7 @@ class WorkerReader(Iterator[Batch]):
         _check_picklable(dataset)
         context = multiprocessing.get_context("forkserver")  # a fork would copy locks that other threads hold
         context.set_forkserver_preload([__name__])
+        _start_server()
         loader = DataLoader(
             _PackedSlices(dataset),
             sampler=_Slices(slices),
@@ -41,6 +47,7 @@ class WorkerReader(Iterator[Batch]):
             num_workers=num_workers,
             prefetch_factor=BATCHES_AHEAD,
             collate_fn=_unchanged,
+            worker_init_fn=_begin_worker,
             multiprocessing_context=context,
             generator=torch.Generator(),  # the default one belongs to the model
         )
@@ -49,7 +56,7 @@ class WorkerReader(Iterator[Batch]):
     def __next__(self) -> Batch:
         try:
             packed: Packed | Exception = next(self._packed)
-        except RuntimeError as error:  # it was killed, perhaps because memory has run out
+        except (RuntimeError, OSError, EOFError) as error:  # it was killed, perhaps because memory has run out
             raise RuntimeError(
                 f"a process that reads batches has ended: {error}. Set data.num_workers (num_workers of Batches) to a "
                 "smaller number, or to 0 to read in the process that trains"
@@ -57,6 +64,32 @@ class WorkerReader(Iterator[Batch]):
         if isinstance(packed, Exception):
             raise packed
         return packed.unpack()
+
+
+def _start_server() -> None:
+    """Starts the process that forks the workers. It must live as long as they do, so it blocks SIGTERM: a signal to the
+    process group is for the process that trains, which then stops in order."""
+    resource_tracker.ensure_running()  # the server's start would start it, which unblocks SIGTERM
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _begin_worker(number: int) -> None:
+    os.setpgid(0, 0)  # see _start_server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that trains has died: torch only watches the server, which lives as long as its
+    workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _Slices:
@@ -96,6 +129,7 @@ def _check_picklable(dataset: "Dataset") -> None:
 
 def _transferable(error: Exception) -> Exception:
     """Returns an error that another process can raise."""
+    error.add_note(f"in a process that reads batches:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -117,7 +151,13 @@ class Packed:
         text = io.BytesIO()
         pickler = _Pickler(text)
         pickler.dump(batch)
-        shared = torch.UntypedStorage._new_shared(pickler.num_bytes, device="cpu")
+        try:
+            shared = torch.UntypedStorage._new_shared(pickler.num_bytes, device="cpu")
+        except RuntimeError as error:
+            raise MemoryError(
+                f"there is no shared memory for a batch of {pickler.num_bytes} bytes: {error}. Make /dev/shm larger, "
+                "or read in the process that trains, with data.num_workers = 0 (num_workers of Batches)"
+            ) from error
         memory = torch.empty(0, dtype=torch.uint8).set_(shared)
         for place, tensor in pickler.tensors.values():
             place.view(memory).copy_(tensor)

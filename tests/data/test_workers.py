@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,7 +21,9 @@ from nestpipe.data.files.parquet import ParquetData
 from nestpipe.data.files.schema import Schema
 from nestpipe.data.negatives import WithNegatives
 from nestpipe.data.synthetic.histories import HistoryData
-from nestpipe.data.workers import Packed
+from nestpipe.data.workers import Packed, WorkerReader
+
+ROOT = Path(__file__).parents[2]
 
 
 class Numbered:
@@ -86,7 +91,7 @@ def test_errors() -> None:
     """An error comes in its turn and again if asked again; a killed process is an error that says so. Fails if
     _read_by_worker keeps the workers after an error."""
     batches = Batches(Numbered(None, bad=9), 4, num_workers=1)
-    (pid,) = {int(pid) for batch in islice(batches, 2) for pid in batch.inputs["pid"]}
+    (pid,) = pids_of(batches, 2)
     for _ in range(2):
         with pytest.raises(LookupError, match="sample 9 is damaged"):
             next(batches)
@@ -102,6 +107,70 @@ def test_errors() -> None:
         next(Batches(unpicklable, 4, num_workers=1))
     with pytest.raises(ValueError, match="num_workers is -1, must be at least 0"):
         Batches(Numbered(8), 4, num_workers=-1)
+
+
+def pids_of(batches: Batches, number: int) -> set[int]:
+    return {int(pid) for batch in islice(batches, number) for pid in batch.inputs["pid"]}
+
+
+def wait_for_end(pids: set[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_workers_end_with_the_data() -> None:
+    """Fails if __next__ keeps the workers at the end of the data."""
+    batches = Batches(Numbered(12), 4, num_workers=1)
+    pids = pids_of(batches, 99)
+    assert batches.position == 12
+    assert wait_for_end(pids)
+
+
+def test_an_interrupted_batch_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if _read_by_worker keeps the workers after a KeyboardInterrupt: one may be a batch ahead."""
+    batches = Batches(Numbered(None), 4, num_workers=1)
+    next(batches)
+    read = WorkerReader.__next__
+
+    def interrupted(reader: WorkerReader) -> Batch:
+        read(reader)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerReader, "__next__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    assert next(batches).keys["a"].values.tolist() == [4, 5, 6, 7]
+
+
+SIGNALLED = """
+import os, signal
+from itertools import islice
+from nestpipe.data.dataset import Batches
+from tests.data.test_workers import Numbered, pids_of
+if __name__ == "__main__":
+    received = []
+    signal.signal(signal.SIGTERM, lambda *about: received.append(1))
+    batches = Batches(Numbered(None), 4, num_workers=2)
+    pids = pids_of(batches, 4)
+    os.killpg(0, signal.SIGTERM)
+    pids |= pids_of(batches, 8)
+    print(len(received), *pids, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_signals_to_the_group_and_the_death_of_the_parent() -> None:
+    """The workers go on after a SIGTERM to the group, and end with the process that trains. Fails if _begin_worker does
+    not leave the group, or does not wait for the parent."""
+    command = [sys.executable, "-c", SIGNALLED]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    num_signals, *pids = map(int, done.stdout.split())
+    assert (num_signals, len(pids)) == (1, 2)
+    assert wait_for_end(set(pids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.int16])
