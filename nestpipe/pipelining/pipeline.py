@@ -98,18 +98,17 @@ class Pipeline:
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
-        records = options.device_budget_bytes is None  # recorded work has memory that no formula covers
-        memory = memory_on(world.device, is_staged=world.rows.is_staged, records=records)
-        memory = memory if self.pool is None else self.pool.memory  # which has recorded work already
+        memory = memory_on(world.device, is_staged=world.rows.is_staged)
         exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codec)
         schedule = options.schedule
         if exchange.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
         self.budget = self._make_budget(schedule, memory)
         """Device memory of the embedding part; None without device_budget_bytes."""
+        kind = StaleStages if options.stale else Stages
         residence = self._make_residence(memory)
         parts = self.groups, self._reader, self.store, world, exchange, memory, residence
-        self.stages = (StaleStages if options.stale else Stages)(*parts, options, steps, self.budget)
+        self.stages = kind(*parts, options, steps, self.budget)
         self.last_stage = LAST_STAGE[schedule]
         operation_list = operations(schedule, options.num_micro_batches, steps)
         # In host memory nothing is uploaded, and in a world of one nothing is routed: no thread is worth its cost.
