@@ -1,6 +1,7 @@
 """The backend of collectives of device memory: NCCL if each rank has its own device; if ranks share a device, gloo,
 through host memory."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,8 +18,18 @@ def device_place(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def choose_backend(wanted: str, places: Sequence[str]) -> str:
-    """Returns the backend for ranks on these devices. All ranks pass the same places, so all choose or refuse alike."""
+def take_ranks_for_hosts(rank: int) -> None:
+    """Makes NCCL, which this process has not used yet, take each rank for a host of its own. Then ranks may share a
+    device, and exchange through loopback sockets. For tests on one device."""
+    switched_off = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
+    os.environ.update(switched_off, NCCL_HOSTID=f"nestpipe-{rank}", NCCL_SOCKET_IFNAME="lo")
+
+
+def choose_backend(wanted: str, places: Sequence[str], *, may_share_device: bool = False) -> str:
+    """Returns the backend for ranks on these devices. All ranks pass the same places, so all choose or refuse alike.
+
+    may_share_device: NCCL takes each rank for a host of its own.
+    """
     if wanted not in BACKENDS:
         raise ValueError(f"distributed.backend is {wanted!r}, must be one of {', '.join(map(repr, BACKENDS))}")
     if wanted == "gloo":
@@ -32,7 +43,7 @@ def choose_backend(wanted: str, places: Sequence[str]) -> str:
             f"distributed.backend = 'nccl' needs a CUDA device, and NCCL in torch, on every rank; {_ranks(without)} "
             "without. Set it to 'auto', or runtime.device to 'cuda'"
         )
-    if sharing:
+    if sharing and not may_share_device:
         raise ValueError(
             f"distributed.backend = 'nccl' needs a device for each rank; {_ranks(sharing)} not alone on theirs. Start "
             "as many ranks as there are devices, or set it to 'auto' or 'gloo': ranks that share a device exchange "

@@ -19,7 +19,7 @@ from nestpipe.device.streams import (
     full_device,
     is_accelerator,
 )
-from nestpipe.distributed.backend import choose_backend, device_place
+from nestpipe.distributed.backend import choose_backend, device_place, take_ranks_for_hosts
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
@@ -118,11 +118,14 @@ class World:
         backend: str = "auto",
         stall_seconds: float = 600.0,
         shared_memory: bool = True,
+        nccl_may_share_device: bool = False,
     ) -> "World":
         """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
         one.
 
         device: None takes the accelerator if there is one. Rank 0 then prints ranks and device once.
+        nccl_may_share_device: for tests of NCCL on one device. Ranks that share it exchange through loopback sockets,
+        which is slow.
         """
         global _environment_world
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -135,7 +138,9 @@ class World:
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
             link = _link(rank, size, timeout_seconds, stall_seconds)
             places = link.gather(device_place(own_device))
-            chosen = choose_backend(backend, places)
+            chosen = choose_backend(backend, places, may_share_device=nccl_may_share_device)
+            if nccl_may_share_device:
+                take_ranks_for_hosts(rank)
             world = World(rank, size, timeout_seconds, own_device, chosen, link=link, shared_memory=shared_memory)
             if places[rank]:
                 world.num_sharing_device = places.count(places[rank])
@@ -161,6 +166,11 @@ class World:
     def when_left(self, reduction: "Reduction") -> None:
         """Registers a reduction to complete when a step is left halfway. Call it on all ranks, in the same order."""
         self._reductions.append(ref(reduction))
+
+    @property
+    def has_reductions(self) -> bool:
+        """Returns whether there is a reduction whose collectives this world issues."""
+        return any(reference() is not None for reference in self._reductions)
 
     def leave(self) -> None:
         """Completes, on all ranks, every reduction that any rank has begun. Call it on all ranks when a step is left

@@ -31,7 +31,7 @@ class BatchRows:
     def close(self) -> None:
         self._writer = self._store
 
-    def growth(self, previous: Sequence[OwnerDedup] | None, current: Sequence[OwnerDedup]) -> Growth:
+    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
         num_slots = tuple(max(len(dedup.keys), self._array(dedup).num_rows) for dedup in current)
         arrays = [self._array(dedup) for dedup in current]
         num_bytes = sum(num * array.row_bytes for num, array in zip(num_slots, arrays, strict=True))

@@ -8,8 +8,9 @@
     gradients   of those rows; summed by the requester; at the owner for each requester; their sum
     messages    messages of one micro-batch, unless they are in host memory
 
-The last four are counted at the moment of a batch at which their sum is largest (see budget_window.py). Memory of the
-dense model, such as pooled rows, is not included.
+The last four are counted at the moment of a batch at which their sum is largest (see budget_window.py). With exchange
+across batches there are also the early rows of the next batch or the late gradients of the last one, as many as if they
+were this batch's. Memory of the dense model, such as pooled rows, is not included.
 """
 
 from collections.abc import Mapping
@@ -72,9 +73,16 @@ class DeviceBudget:
     """Compares the needs of each batch with a budget."""
 
     def __init__(
-        self, budget_bytes: int, memory: Memory, *, is_windowed: bool, is_overlapping: bool, is_staged: bool
+        self,
+        budget_bytes: int,
+        memory: Memory,
+        *,
+        is_windowed: bool,
+        is_overlapping: bool,
+        is_crossing: bool,
+        is_staged: bool,
     ) -> None:
-        """is_staged: messages are in host memory."""
+        """is_crossing: rows and gradients are exchanged across batches. is_staged: messages are in host memory."""
         self.budget_bytes = budget_bytes
         self.largest = DeviceBytes()
         """Largest needs of a batch so far."""
@@ -82,6 +90,7 @@ class DeviceBudget:
         """Measured peak over all batches; known at the end."""
         self._is_windowed = is_windowed
         self._is_overlapping = is_overlapping
+        self._is_crossing = is_crossing
         self._is_staged = is_staged
         self._is_host = memory.is_host
         self._is_ended = False
@@ -101,7 +110,7 @@ class DeviceBudget:
 
     def error(self, route: Route, plan: Plan | None, record_bytes: int) -> ValueError | None:
         """Returns an error if a batch does not fit; else None. record_bytes: memory of all slots."""
-        window = widest(route, plan, self._is_windowed, self._is_staged)
+        window = widest(route, plan, self._is_windowed, self._is_crossing, self._is_staged)
         stretches = self._stretch(route) if self._is_overlapping and not self._is_host else 0
         needed = DeviceBytes(
             records=record_bytes,
@@ -141,7 +150,7 @@ class DeviceBudget:
         if not self._is_overlapping:
             return 2 * batch_bytes
         num_slots = 4 * sum(len(dedup.keys) for dedup in route.owner_dedups)
-        num_sent = sum(len(group.rows_out.places) for group in plan.groups) if plan is not None else 0
+        num_sent = sum(len(group.rows_out.places) for group in plan.sends.groups) if plan is not None else 0
         if plan is None and route.batch.num_micro_batches > 1:
             num_sent = sum(len(group.row_positions) for group in route.batch.groups)
         return 5 * batch_bytes + 8 * (num_slots + num_sent)

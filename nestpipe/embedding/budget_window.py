@@ -28,16 +28,18 @@ class Moment:
         return self.kept_rows + self.rows + self.gradients + self.messages
 
 
-def widest(route: Route, plan: Plan | None, is_windowed: bool, is_staged: bool) -> Moment:
+def widest(route: Route, plan: Plan | None, is_windowed: bool, is_crossing: bool, is_staged: bool) -> Moment:
     """Returns the moment of a batch at which its exchanges hold most.
 
-    is_windowed: exchanges overlap the dense part. is_staged: messages are in host memory.
+    is_windowed: exchanges overlap the dense part. is_crossing: they also overlap the neighbouring batches. is_staged:
+    messages are in host memory.
     """
     rows = _RowBytes(route.batch)
     if plan is None:
         return max(_alone(rows), key=lambda moment: moment.total)
     among = _AmongRanks(rows, route, plan, is_windowed, is_staged)
-    return replace(max(among.moments(), key=lambda moment: moment.total), in_host=among.in_host)
+    moments = among.with_neighbours() if is_crossing else among.moments()
+    return replace(max(moments, key=lambda moment: moment.total), in_host=among.in_host)
 
 
 class _RowBytes:
@@ -66,11 +68,12 @@ class _AmongRanks:
     """The moments among several ranks."""
 
     def __init__(self, rows: _RowBytes, route: Route, plan: Plan, is_windowed: bool, is_staged: bool) -> None:
+        assert plan.returns is not None
         self._rows = rows
-        self._plan = plan
+        self._sends, self._returns = plan.sends, plan.returns
         self._is_windowed = is_windowed
         self._is_staged = is_staged
-        trained = [group for group in plan.groups if not group.group.frozen]
+        trained = [group for group in plan.returns.groups if not group.group.frozen]
         self._entries = sum(group.num_entries * group.group.row_bytes for group in trained)
         self._owned = sum(len(o.keys) * o.group.row_bytes for o in route.owner_dedups if not o.group.frozen)
         self._resent = [0] * len(rows.rows)
@@ -92,6 +95,15 @@ class _AmongRanks:
             yield Moment(kept, live, returned, self._messages(self._gradient_messages(i)))
         yield Moment(kept, rows.rows[last], summed + self._entries + self._owned)
 
+    def with_neighbours(self) -> Iterator[Moment]:
+        """Yields the moments with exchange across batches: when the first rows have arrived, there are late gradients
+        of the last batch; when these are applied, early rows of the next batch arrive. Both as if they were this
+        batch's."""
+        first, *others = self.moments()
+        yield replace(first, gradients=first.gradients + self._rows.distinct_trained + self._entries + self._owned)
+        for moment in others:
+            yield replace(moment, rows=moment.rows + self._rows.distinct)
+
     @property
     def in_host(self) -> int:
         """Returns the bytes of messages in host memory: rows of two micro-batches sent, rows of one received, and its
@@ -99,15 +111,20 @@ class _AmongRanks:
         if not self._is_staged:
             return 0
         micro_batches = range(len(self._rows.rows))
-        following = [*(self._plan.rows_out.num_bytes[i] for i in micro_batches[1:]), 0]
+        following = [*(self._sends.rows_out.num_bytes[self._part(i)] for i in micro_batches[1:]), 0]
         rows = max(self._row_messages(i) + following[i] for i in micro_batches)
         return rows + max(self._gradient_messages(i) for i in micro_batches)
 
     def _row_messages(self, i: int) -> int:
-        return self._plan.rows_out.num_bytes[i] + self._plan.rows_in.num_bytes[i]
+        part = self._part(i)
+        early = self._sends.rows_out.num_bytes[0] + self._sends.rows_in.num_bytes[0] if part > i else 0
+        return max(early, self._sends.rows_out.num_bytes[part] + self._sends.rows_in.num_bytes[part])
+
+    def _part(self, i: int) -> int:
+        return self._sends.num_early + i
 
     def _gradient_messages(self, i: int) -> int:
-        return self._plan.gradients_out.num_bytes[i] + self._plan.gradients_in.num_bytes[i]
+        return self._returns.gradients_out.num_bytes[i] + self._returns.gradients_in.num_bytes[i]
 
     def _messages(self, num_bytes: int) -> int:
         return 0 if self._is_staged else num_bytes

@@ -27,7 +27,7 @@ class PoolSize:
 class Capacity:
     """Decides how many slots each group gets.
 
-    Two consecutive batches must fit: slots are added when they do not. Beyond that, groups share a number of bytes, or
+    The batches in flight must fit: slots are added when they do not. Beyond that, groups share a number of bytes, or
     with "auto" half of the device memory that the first step leaves free. They take it bit by bit, when rows would have
     to leave otherwise.
     """
@@ -54,7 +54,7 @@ class Capacity:
         """Most slots that each group has needed."""
 
     def growth(self, needed: Sequence[int], sizes: Sequence[PoolSize]) -> Growth:
-        """Returns the slots of each group if it needs these for two consecutive batches."""
+        """Returns the slots of each group if it needs these for the batches in flight."""
         self._needed = [max(pair) for pair in zip(needed, self._needed or needed, strict=True)]
         grown = [number + number // 8 if self._has_spare else number for number in needed]
         trios = zip(needed, grown, sizes, strict=True)
@@ -99,7 +99,7 @@ def check_resident_bytes(value: int | str | None) -> None:
 def _refusal(needed: Sequence[int], sizes: Sequence[PoolSize], num_bytes: int, limit_bytes: int) -> str:
     terms = [f"{number:,} x {size.slot_bytes}" for number, size in zip(needed, sizes, strict=True) if number > 0]
     return (
-        f"a batch and the one before it need {num_bytes:,} bytes for their resident rows on this rank, more than "
-        f"memory.resident_bytes = {limit_bytes:,}: distinct owned keys of both x record, {' + '.join(terms)} bytes. "
-        f"The batch was not trained. {REMEDY}"
+        f"a batch and those in flight before it need {num_bytes:,} bytes for their resident rows on this rank, more "
+        f"than memory.resident_bytes = {limit_bytes:,}: distinct owned keys of all x record, {' + '.join(terms)} "
+        f"bytes. The batch was not trained. {REMEDY}"
     )

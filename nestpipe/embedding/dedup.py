@@ -97,6 +97,12 @@ class RequesterDedup:
     occurrences: Occurrences
     """Where the rows are used."""
 
+    @property
+    def counts_by_owner(self) -> NDArray[np.int64]:
+        """Returns the [ranks] distinct keys that each rank owns."""
+        counts: NDArray[np.int64] = self.counts.numpy().sum(axis=1, dtype=np.int64)
+        return counts
+
     def rows_of(self, micro_batch: int) -> slice:
         """Returns the slice of row_positions and is_first that belongs to a micro-batch."""
         return slice(*self.row_offsets[micro_batch : micro_batch + 2])

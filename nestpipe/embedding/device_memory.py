@@ -120,8 +120,9 @@ class DeviceMemory:
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
+        lr: float | None = None,
     ) -> None:
-        update_records(self, group, records, slots, gradient, step, is_masked)
+        update_records(self, group, records, slots, gradient, step, is_masked, lr)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         if self._is_staged:

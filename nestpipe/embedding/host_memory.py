@@ -113,8 +113,9 @@ class HostMemory:
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
+        lr: float | None = None,
     ) -> None:
-        update_records(self, group, records, slots, gradient, step, None)
+        update_records(self, group, records, slots, gradient, step, None, lr)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         message = recycled.empty((num_bytes,), torch.uint8)

@@ -5,7 +5,7 @@ sums and updates rows and gradients by index. Each call handles all tables of a 
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,9 +142,10 @@ class Memory(Protocol):
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
+        lr: float | None = None,
     ) -> None:
         """Applies the group's row optimizer to slots, None for all, unless `is_masked`, a bool on the device, is
-        true."""
+        true. lr: None for the learning rate of the step."""
 
     def empty_message(self, num_bytes: int) -> Tensor:
         """Returns uninitialised memory for a message that a channel can send or receive."""
@@ -183,13 +184,15 @@ def update_records(
     gradient: Tensor,
     step: int,
     is_masked: Tensor | None,
+    lr: float | None = None,
 ) -> None:
     """Applies the row optimizer of a group. One that needs dense arrays gets a copy of the slots."""
     optimizer, dim, end = group.optimizer, group.dim, group.num_columns
+    given: dict[str, Any] = {} if lr is None else {"lr": lr}  # an optimizer of one's own may have an apply without it
     if slots is None or optimizer.takes_slots(is_on_device=is_masked is not None):
-        optimizer.apply(records[:, :dim], records[:, dim:end], gradient, step, is_masked, slots)
+        optimizer.apply(records[:, :dim], records[:, dim:end], gradient, step, is_masked, slots, **given)
         return
     dense = memory.empty_rows(len(slots), records.shape[1], group.dtype)
     memory.copy_rows(records, slots, dense, None)
-    optimizer.apply(dense[:, :dim], dense[:, dim:end], gradient, step, is_masked)
+    optimizer.apply(dense[:, :dim], dense[:, dim:end], gradient, step, is_masked, **given)
     memory.copy_rows(dense, None, records, slots)

@@ -30,6 +30,11 @@ LearningRate = float | Callable[[int], float]
 class RowOptimizer:
     """Base class: a learning rate, and lazy weight decay, which changes the rows of the batch only."""
 
+    can_update_in_parts = False
+    """Whether a step may call `update` several times, each with some of the batch's rows. Then gradients may be
+    returned during the next batch. Set it to True, in the class that defines `update`, if nothing is kept between
+    calls."""
+
     def __init__(self, lr: LearningRate, weight_decay: float = 0.0) -> None:
         self.lr = lr
         self.weight_decay = weight_decay
@@ -62,18 +67,19 @@ class RowOptimizer:
         step: int,
         is_masked: Tensor | None = None,
         slots: Tensor | None = None,
+        lr: float | None = None,
     ) -> None:
         """Updates rows and state. For rows in device memory `is_masked` says that the step does not count; only the
         device knows it.
 
         slots: [n] slots of `rows` and `state` that the gradient [n, dim] belongs to; None if they are the rows, in
-        order. Only an optimizer that `takes_slots` accepts them.
+        order. Only an optimizer that `takes_slots` accepts them. lr: None for the learning rate of the step.
         """
         if slots is not None and not self.takes_slots(is_on_device=is_masked is not None):
             raise ValueError(f"{type(self).__name__} updates dense arrays only: copy the records out of their slots")
         if self.weight_decay != 0.0:
             gradient = gradient + self.weight_decay * rows
-        lr = self.lr(step) if callable(self.lr) else self.lr
+        lr = self.learning_rate(step) if lr is None else lr
         in_slots = {} if slots is None else {"slots": slots}  # an update may have no such parameter
         if is_masked is None:
             self.update(rows, state, gradient, step, lr, **in_slots)
@@ -81,6 +87,18 @@ class RowOptimizer:
             RowOptimizer.update_on_device(self, rows, state, gradient, step, lr, is_masked)
         else:
             self.update_on_device(rows, state, gradient, step, lr, is_masked, **in_slots)
+
+    def learning_rate(self, step: int) -> float:
+        return self.lr(step) if callable(self.lr) else self.lr
+
+    @property
+    def updates_in_parts(self) -> bool:
+        """Returns whether the update of a step may be done in parts. A class must say so of its own update."""
+        methods = {"update", "update_on_device", "apply"}
+        kinds = type(self).__mro__
+        says = next(i for i, kind in enumerate(kinds) if "can_update_in_parts" in vars(kind))
+        updates = next(i for i, kind in enumerate(kinds) if methods & vars(kind).keys())
+        return self.can_update_in_parts and says <= updates
 
     def takes_slots(self, is_on_device: bool) -> bool:
         """Returns whether `apply` takes slots for rows in device memory, or in host memory.
@@ -108,6 +126,8 @@ def _has_slots(method: Callable[..., None]) -> bool:
 @optimizers.register("sgd")
 class SGD(RowOptimizer):
     """Stochastic gradient descent: row -= lr * g."""
+
+    can_update_in_parts = True
 
     def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
         rows.sub_(gradient, alpha=lr)
@@ -146,6 +166,8 @@ class Adagrad(_SumsOfSquares):
     With eps = 0 an element whose state is zero does not change: its gradient has always been zero.
     """
 
+    can_update_in_parts = True
+
     def state_width(self, dim: int) -> int:
         return dim
 
@@ -171,6 +193,8 @@ class Adagrad(_SumsOfSquares):
 class RowWiseAdagrad(_SumsOfSquares):
     """Adagrad with one sum for each row: state += mean(g^2), row -= lr * g / (sqrt(state) + eps)."""
 
+    can_update_in_parts = True
+
     def state_width(self, dim: int) -> int:
         return 1
 
@@ -195,6 +219,8 @@ class RowWiseAdagrad(_SumsOfSquares):
 @optimizers.register("adam")
 class Adam(RowOptimizer):
     """Lazy Adam: updates the moments of the batch's rows only; the bias correction counts all steps."""
+
+    can_update_in_parts = True
 
     def __init__(
         self,

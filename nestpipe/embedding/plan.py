@@ -1,8 +1,12 @@
-"""The plan of a batch: the rows and gradients that travel with each of its micro-batches.
+"""The plan of a batch: the rows and gradients that travel with each of its parts.
 
-Requester and owner derive the same plan from the bits that say which micro-batches use a key. In window "once" a row
-travels with the first micro-batch that uses it, and its gradient with the last one. In window "resend" both travel with
-every micro-batch that uses the row. All lists hold indices, so that they can be mapped from keys to rows or slots.
+A part is a micro-batch. In window "once" a row travels with the first micro-batch that uses it, and its gradient with
+the last one. In window "resend" both travel with every micro-batch that uses the row. Exchange across batches (see
+crossing.py) adds two parts: early rows, which travel before the first micro-batch, and late gradients, which travel
+after the last one. For a key that is marked they take the place of its first, or last, micro-batch.
+
+Requester and owner derive the same plan from the bits that say which micro-batches use a key. All lists hold indices,
+so that they can be mapped from keys to rows or slots.
 """
 
 from collections.abc import Callable
@@ -17,6 +21,7 @@ from torch import Tensor
 from nestpipe.device.transfer import ALIGNMENT
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
+from nestpipe.embedding.part_bits import with_early_part, with_late_part
 from nestpipe.embedding.route import OwnerDedup, Route
 from nestpipe.kernels.rows.segments import Segments, make_segments
 from nestpipe.store import group_by_row
@@ -27,35 +32,35 @@ WINDOWS = ("once", "resend")
 
 @dataclass(frozen=True)
 class TravelList:
-    """The keys that travel with each micro-batch, and how many go to, or come from, each rank."""
+    """The keys that travel with each part, and how many go to, or come from, each rank."""
 
     places: Tensor
-    """Indices of the keys, micro-batch after micro-batch: those of other ranks ascending, then this rank's own."""
+    """Indices of the keys, part after part: those of other ranks ascending, then this rank's own."""
     bounds: list[int]
-    """[2 * micro-batches + 1] start of each part of `places`."""
+    """[2 * parts + 1] starts in `places`: of each part, those of other ranks and the own ones."""
     counts: NDArray[np.int64]
-    """[micro-batches, ranks] keys of each other rank; 0 for this rank."""
+    """[parts, ranks] keys of each other rank; 0 for this rank."""
     message_places: Tensor | None = None
-    """Place of each row of other ranks in its message, in units, micro-batch after micro-batch; None if contiguous."""
+    """Place of each row of other ranks in its message, in units, part after part; None if contiguous."""
     message_bounds: tuple[int, ...] = ()
-    """[micro-batches + 1] start of each part of message_places."""
+    """[parts + 1] start of each part of message_places."""
 
-    def others(self, micro_batch: int) -> Tensor:
-        return self.places[self.bounds[2 * micro_batch] : self.bounds[2 * micro_batch + 1]]
+    def others(self, part: int) -> Tensor:
+        return self.places[self.bounds[2 * part] : self.bounds[2 * part + 1]]
 
-    def own(self, micro_batch: int) -> Tensor:
-        return self.places[self.bounds[2 * micro_batch + 1] : self.bounds[2 * micro_batch + 2]]
+    def own(self, part: int) -> Tensor:
+        return self.places[self.bounds[2 * part + 1] : self.bounds[2 * part + 2]]
 
-    def in_message(self, micro_batch: int) -> Tensor | None:
+    def in_message(self, part: int) -> Tensor | None:
         if self.message_places is None:
             return None
-        return self.message_places[self.message_bounds[micro_batch] : self.message_bounds[micro_batch + 1]]
+        return self.message_places[self.message_bounds[part] : self.message_bounds[part + 1]]
 
-    def num_others(self, micro_batch: int) -> int:
-        return self.bounds[2 * micro_batch + 1] - self.bounds[2 * micro_batch]
+    def num_others(self, part: int) -> int:
+        return self.bounds[2 * part + 1] - self.bounds[2 * part]
 
-    def num_own(self, micro_batch: int) -> int:
-        return self.bounds[2 * micro_batch + 2] - self.bounds[2 * micro_batch + 1]
+    def num_own(self, part: int) -> int:
+        return self.bounds[2 * part + 2] - self.bounds[2 * part + 1]
 
     def select(self, numbers: Tensor) -> "TravelList":
         """Replaces each place by its entry in `numbers`."""
@@ -72,113 +77,218 @@ class MessageSizes:
     group after group, each starting at a multiple of 16 bytes. A rank sends no message to itself."""
 
     sizes: list[list[int]]
-    """[micro-batches][ranks] bytes."""
+    """[parts][ranks] bytes."""
     row_bytes: list[int]
-    """[micro-batches] bytes of rows alone."""
+    """[parts] bytes of rows alone."""
     num_bytes: list[int]
-    """[micro-batches] bytes of the whole message."""
+    """[parts] bytes of the whole message."""
 
 
 @dataclass(frozen=True)
-class GroupPlan:
-    """The plan of one table group: what this rank sends and receives in both exchanges, as requester and as owner."""
+class GroupSends:
+    """The rows of one table group: what this rank receives as requester and sends as owner."""
 
     group: TableGroup
     rows_in: TravelList
     """Requester: positions whose rows arrive; with one micro-batch, its rows."""
     rows_out: TravelList
     """Owner: indices of the owned keys whose rows are sent."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupSends":
+        return replace(self, rows_in=self.rows_in.map(function), rows_out=self.rows_out.map(function))
+
+
+@dataclass(frozen=True)
+class Sends:
+    """The rows of a batch, from owners to requesters."""
+
+    groups: list[GroupSends]
+    rows_in: MessageSizes
+    rows_out: MessageSizes
+    num_early: int
+    """1 if part 0 has early rows, so that micro-batch i is part i + 1; otherwise 0."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Sends":
+        return replace(self, groups=[group.map(function) for group in self.groups])
+
+
+@dataclass(frozen=True)
+class KeySums:
+    """The gradients of owned keys: which keys, and the entries that are added for each."""
+
+    keys: Tensor | None
+    """Indices of the owned keys, ascending; None for all."""
+    entries: Segments
+    """Entries of each key, in order of requester."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KeySums":
+        return KeySums(None if self.keys is None else function(self.keys), self.entries.map(function))
+
+
+@dataclass(frozen=True)
+class GroupReturns:
+    """The gradients of one table group: what this rank sends as requester and receives as owner."""
+
+    group: TableGroup
     gradients_out: TravelList
     """Requester: positions whose gradients are sent; with one micro-batch, its rows."""
     gradients_in: TravelList
     """Owner: entries whose gradients arrive."""
     num_entries: int
-    sums: Segments
-    """Entries of each owned key, in order of requester."""
+    sums: KeySums
+    """Keys that are updated at the end of the batch."""
+    late_sums: KeySums | None
+    """Keys that are updated during the next batch; None without late gradients."""
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupPlan":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupReturns":
         return replace(
             self,
-            rows_in=self.rows_in.map(function),
-            rows_out=self.rows_out.map(function),
             gradients_out=self.gradients_out.map(function),
             gradients_in=self.gradients_in.map(function),
             sums=self.sums.map(function),
+            late_sums=None if self.late_sums is None else self.late_sums.map(function),
         )
 
 
 @dataclass(frozen=True)
+class Returns:
+    """The gradients of a batch, from requesters to owners. Late gradients are the part after the last micro-batch."""
+
+    groups: list[GroupReturns]
+    gradients_in: MessageSizes
+    gradients_out: MessageSizes
+    has_late: bool
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Returns":
+        return replace(self, groups=[group.map(function) for group in self.groups])
+
+
+@dataclass
 class Plan:
     """The plan of all groups of a batch."""
 
     window: str
-    groups: list[GroupPlan]
-    rows_in: MessageSizes
-    rows_out: MessageSizes
-    gradients_in: MessageSizes
-    gradients_out: MessageSizes
+    sends: Sends
+    returns: Returns | None
+    """None until the next batch is routed, if gradients may be late."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
-        return replace(self, groups=[group.map(function) for group in self.groups])
+        return Plan(self.window, self.sends.map(function), None if self.returns is None else self.returns.map(function))
 
 
-def make_plan(route: Route, window: str, rank: int, message_row_bytes: Callable[[TableGroup], int]) -> Plan:
-    """Plans the exchanges of a batch among several ranks. message_row_bytes: size of a row in a message."""
-    num_parts = route.batch.num_micro_batches
-    pairs = list(zip(route.batch.groups, route.owner_dedups, strict=True))
-    groups = [_group_plan(dedup, owner, num_parts, window, rank) for dedup, owner in pairs]
-    row_bytes = [message_row_bytes(group.group) for group in groups]
-    rows_in, lists_a = _lay_out([group.rows_in for group in groups], row_bytes)
-    rows_out, lists_b = _lay_out([group.rows_out for group in groups], row_bytes)
-    gradients_in, lists_c = _lay_out([group.gradients_in for group in groups], row_bytes)
-    gradients_out, lists_d = _lay_out([group.gradients_out for group in groups], row_bytes)
-    for g, (a, b, c, d) in enumerate(zip(lists_a, lists_b, lists_c, lists_d, strict=True)):
-        groups[g] = replace(groups[g], rows_in=a, rows_out=b, gradients_in=c, gradients_out=d)
-    return Plan(window, groups, rows_in, rows_out, gradients_in, gradients_out)
+@dataclass(frozen=True)
+class Marks:
+    """Keys of one group that are marked as early or late."""
+
+    positions: Tensor
+    """Requester: [positions] bool."""
+    owned: Tensor
+    """Owner: [owned keys] bool."""
+
+
+RowBytes = Callable[[TableGroup], int]
+"""Size of a group's rows in messages."""
+
+
+def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early: list[Marks] | None = None) -> Sends:
+    """Plans how the rows of a batch travel among several ranks. early: None if there is no part for early rows."""
+    marks = early if early is not None else [None] * len(route.owner_dedups)
+    trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
+    groups = [_group_sends(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
+    widths = [row_bytes(group.group) for group in groups]
+    rows_in, lists_in = _lay_out([group.rows_in for group in groups], widths)
+    rows_out, lists_out = _lay_out([group.rows_out for group in groups], widths)
+    pairs = zip(groups, lists_in, lists_out, strict=True)
+    groups = [replace(group, rows_in=into, rows_out=out) for group, into, out in pairs]
+    return Sends(groups, rows_in, rows_out, num_early=int(early is not None))
+
+
+def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late: list[Marks] | None = None) -> Returns:
+    """Plans how the gradients of a batch travel among several ranks. late: None if none are."""
+    marks = late if late is not None else [None] * len(route.owner_dedups)
+    trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
+    groups = [_group_returns(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
+    widths = [row_bytes(group.group) for group in groups]
+    gradients_in, lists_in = _lay_out([group.gradients_in for group in groups], widths)
+    gradients_out, lists_out = _lay_out([group.gradients_out for group in groups], widths)
+    pairs = zip(groups, lists_in, lists_out, strict=True)
+    groups = [replace(group, gradients_in=into, gradients_out=out) for group, into, out in pairs]
+    return Returns(groups, gradients_in, gradients_out, has_late=late is not None)
+
+
+def make_plan(route: Route, window: str, rank: int, row_bytes: RowBytes) -> Plan:
+    """Plans the exchanges of a batch of which nothing is early or late."""
+    return Plan(window, plan_sends(route, window, rank, row_bytes), plan_returns(route, window, rank, row_bytes))
 
 
 def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:
     """Returns the positions whose rows arrive with each micro-batch, and those whose gradients leave with it."""
-    counts = dedup.counts.numpy().sum(axis=1, dtype=np.int64)
-    return _lists(dedup.group, dedup.uses, len(dedup.num_samples), window, counts, rank)
+    num_parts, counts = len(dedup.num_samples), dedup.counts_by_owner
+    rows = _listed(dedup.uses, num_parts, "first", window, counts, rank)
+    if dedup.group.frozen:
+        return rows, _nothing(num_parts, len(counts))
+    return rows, _listed(dedup.uses, num_parts, "last", window, counts, rank)
 
 
-def _lists(
-    group: TableGroup, uses: Tensor, num_parts: int, window: str, counts: NDArray[np.int64], rank: int
-) -> tuple[TravelList, TravelList]:
-    """Returns the lists of the way out and of the way back, for keys of which each rank has counts[rank]."""
-
-    def listed(which: str) -> TravelList:
-        places, bounds, per_rank = plan_ops.exchange_lists(uses, num_parts, which, torch.from_numpy(counts), rank)
-        return TravelList(places, bounds.tolist(), per_rank.numpy())
-
-    first, last = ("all", "all") if window == "resend" else ("first", "last")
-    if not group.frozen:
-        return listed(first), listed(last)
-    none = TravelList(
-        torch.empty(0, dtype=torch.int64),
-        [0] * (2 * num_parts + 1),
-        np.zeros((num_parts, len(counts)), dtype=np.int64),
-    )
-    return listed(first), none
+def _listed(uses: Tensor, num_parts: int, which: str, window: str, counts: NDArray[np.int64], rank: int) -> TravelList:
+    """Lists the keys that travel with each part. which: "first" on the way out, "last" on the way back. counts: keys of
+    each rank."""
+    which = "all" if window == "resend" else which
+    places, bounds, per_rank = plan_ops.exchange_lists(uses, num_parts, which, torch.from_numpy(counts), rank)
+    return TravelList(places, bounds.tolist(), per_rank.numpy())
 
 
-def _group_plan(dedup: RequesterDedup, owner: OwnerDedup, num_parts: int, window: str, rank: int) -> GroupPlan:
-    rows_in, gradients_out = requester_lists(dedup, window, rank)
-    if num_parts == 1 and len(dedup.group.tables) > 1:
-        rows = _rows_of_positions(dedup.counts.numpy())
-        rows_in, gradients_out = rows_in.select(rows), gradients_out.select(rows)
-    entries_out, gradients_in = _lists(owner.group, owner.uses, num_parts, window, owner.entry_counts, rank)
+def _nothing(num_parts: int, num_ranks: int) -> TravelList:
+    none = torch.empty(0, dtype=torch.int64)
+    return TravelList(none, [0] * (2 * num_parts + 1), np.zeros((num_parts, num_ranks), dtype=np.int64))
+
+
+def _group_sends(dedup: RequesterDedup, owner: OwnerDedup, early: Marks | None, window: str, rank: int) -> GroupSends:
+    num_parts = len(dedup.num_samples)
+    wanted, owned = dedup.uses, owner.uses
+    if early is not None:
+        wanted = with_early_part(wanted, num_parts, early.positions)
+        owned = with_early_part(owned, num_parts, early.owned.index_select(0, owner.key_index))
+        num_parts += 1
+    rows_in = _listed(wanted, num_parts, "first", window, dedup.counts_by_owner, rank)
+    entries_out = _listed(owned, num_parts, "first", window, owner.entry_counts, rank)
+    return GroupSends(dedup.group, _by_row(rows_in, dedup), entries_out.select(owner.key_index))
+
+
+def _group_returns(
+    dedup: RequesterDedup, owner: OwnerDedup, late: Marks | None, window: str, rank: int
+) -> GroupReturns:
+    num_parts, num_ranks = len(dedup.num_samples), len(owner.entry_counts)
+    wanted, owned = dedup.uses, owner.uses
+    if late is not None:
+        wanted = with_late_part(wanted, num_parts, late.positions)
+        owned = with_late_part(owned, num_parts, late.owned.index_select(0, owner.key_index))
+        num_parts += 1
+    out = into = _nothing(num_parts, num_ranks)
+    if not dedup.group.frozen:
+        out = _by_row(_listed(wanted, num_parts, "last", window, dedup.counts_by_owner, rank), dedup)
+        into = _listed(owned, num_parts, "last", window, owner.entry_counts, rank)
     order, offsets = _entries_by_key(owner)
-    return GroupPlan(
-        group=dedup.group,
-        rows_in=rows_in,
-        rows_out=entries_out.select(owner.key_index),
-        gradients_out=gradients_out,
-        gradients_in=gradients_in,
-        num_entries=len(owner.key_index),
-        sums=make_segments(order, offsets),
-    )
+    sums, late_sums = KeySums(None, make_segments(order, offsets)), None
+    if late is not None:
+        sums, late_sums = (_sums_of(keys, order, offsets) for keys in (~late.owned, late.owned))
+    return GroupReturns(dedup.group, out, into, len(owner.key_index), sums, late_sums)
+
+
+def _by_row(travel: TravelList, dedup: RequesterDedup) -> TravelList:
+    """Turns positions into rows of the only micro-batch, if there is one: its rows are not copied once more."""
+    if len(dedup.num_samples) > 1 or len(dedup.group.tables) == 1:
+        return travel
+    return travel.select(_rows_of_positions(dedup.counts.numpy()))
+
+
+def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:
+    """Returns the sums of some owned keys. order, offsets: the entries of all keys."""
+    keys, lengths = is_in.nonzero().flatten(), offsets.diff()
+    ends = torch.zeros(len(keys) + 1, dtype=torch.int64)
+    torch.cumsum(lengths[keys], 0, out=ends[1:])
+    entries = order[torch.repeat_interleave(is_in, lengths)]
+    return KeySums(keys, make_segments(entries, ends))
 
 
 def _rows_of_positions(counts: NDArray[np.int32]) -> Tensor:
@@ -198,7 +308,7 @@ def _entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
 
 
 def _lay_out(lists: list[TravelList], row_bytes: list[int]) -> tuple[MessageSizes, list[TravelList]]:
-    """Lays out the messages of one direction, of all micro-batches and ranks at once."""
+    """Lays out the messages of one direction, of all parts and ranks at once."""
     used = [travel.counts * width for travel, width in zip(lists, row_bytes, strict=True)]
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in used]
     sizes = np.sum(padded, axis=0)
@@ -217,7 +327,7 @@ def message_unit(row_bytes: int) -> int:
 
 
 def _with_message_places(travel: TravelList, starts: NDArray[np.int64], row_bytes: int) -> TravelList:
-    """Sets the places of rows in the message. starts: [micro-batches, ranks] bytes at which the group's rows begin."""
+    """Sets the places of rows in the message. starts: [parts, ranks] bytes at which the group's rows begin."""
     counts = travel.counts
     totals = counts.sum(axis=1)
     bounds = np.concatenate([[0], np.cumsum(totals)])

@@ -95,8 +95,8 @@ class Residence(Protocol):
     def close(self) -> None:
         """Ends a run."""
 
-    def growth(self, previous: Sequence[OwnerDedup] | None, current: Sequence[OwnerDedup]) -> Growth:
-        """Returns the slots that a batch needs next to those of the previous batch, if that one is trained."""
+    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
+        """Returns the slots that a batch needs next to those of earlier batches, which are trained before it."""
 
     def grow(self, growth: Growth) -> None: ...
 

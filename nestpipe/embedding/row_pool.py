@@ -60,10 +60,8 @@ class RowPool:
 
     # ---- capacity ----
 
-    def growth(self, previous: Sequence[OwnerDedup] | None, current: Sequence[OwnerDedup]) -> Growth:
-        before = previous if previous is not None else [None] * len(current)
-        trios = zip(self._groups, before, current, strict=True)
-        needed = [pool.num_needed(earlier, later) for pool, earlier, later in trios]
+    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
+        needed = [pool.num_needed([dedups[g] for dedups in earlier], current[g]) for g, pool in enumerate(self._groups)]
         with self._growing:
             return self.capacity.growth(needed, self._sizes())
 
@@ -195,15 +193,21 @@ class GroupPool:
         self._store = store
         self._writes = writes
 
-    def num_needed(self, previous: OwnerDedup | None, current: OwnerDedup) -> int:
-        """Returns the slots that two consecutive batches need, or more if the pool has those."""
-        if previous is None:
-            return len(current.keys)
-        num_keys = len(previous.keys) + len(current.keys)
+    def num_needed(self, earlier: Sequence[OwnerDedup], current: OwnerDedup) -> int:
+        """Returns the slots that consecutive batches need, or more if the pool has those. earlier: at most two."""
+        batches = [*earlier, current]
+        num_keys = sum(len(batch.keys) for batch in batches)
         if num_keys <= self.num_slots:
             return num_keys
-        lists = previous.keys, previous.table_offsets, current.keys, current.table_offsets
-        return num_keys - int((match_tables(*lists, self._store.num_threads) >= 0).sum())
+        for i, batch in enumerate(batches[1:], start=1):
+            is_counted = [self._has(batches[j], batch) for j in range(i)]
+            num_keys -= int(torch.stack(is_counted).any(dim=0).sum())
+        return num_keys
+
+    def _has(self, batch: OwnerDedup, other: OwnerDedup) -> Tensor:
+        """Returns for each key of another batch whether a batch has it, too."""
+        lists = batch.keys, batch.table_offsets, other.keys, other.table_offsets
+        return match_tables(*lists, self._store.num_threads) >= 0
 
     def grow(self, num_slots: int) -> None:
         if num_slots > self.num_slots:

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from nestpipe.data.batch import Batch
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.exchange import BatchExchange
+from nestpipe.embedding.exchange import BatchExchange, RowGradients
 from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.plan import Plan
 from nestpipe.embedding.resident import ResidentBatch, ResidentRows
 from nestpipe.embedding.route import Route
+from nestpipe.pipelining.row_update import RowUpdate
 
 
 @dataclass
@@ -32,6 +33,11 @@ class Routed:
     plan: Plan | None
     """Rows and gradients that travel with each micro-batch; None in a world of one."""
 
+    @property
+    def has_early_rows(self) -> bool:
+        """Returns whether rows are sent before the batch trains: perhaps none, but all ranks take part."""
+        return self.route.is_step and self.plan is not None and self.plan.sends.num_early > 0
+
 
 @dataclass
 class Resident:
@@ -50,18 +56,20 @@ class Resident:
 
 @dataclass
 class InTraining:
-    """After begin: no row changes until the update."""
+    """After the first rows were sent: no row that the batch uses changes until its gradient has come back."""
 
     exchange: BatchExchange | None
-    """None once the step has ended, so that its memory is free."""
+    """None once the step has ended and late gradients are applied, so that its memory is free."""
     gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     """Gradients by micro-batch and group, from the dense part until they are returned."""
-    sums: list[Tensor | None] = field(default_factory=list)
-    """Gradient of each slot over the global batch, by group; empty before sum_gradients."""
+    sums: list[RowGradients | None] = field(default_factory=list)
+    """Gradients over the global batch, by group; empty before sum_gradients."""
+    late: RowUpdate | None = None
+    """The update that is still to come; None before the first update, and after the second."""
     outcome: Tensor | None = None
     """Loss of the step and its mask, on the device until the host has read them."""
     is_partially_updated: bool = False
-    """True if the update failed halfway: the records belong to no step."""
+    """True if an update failed halfway: the records belong to no step."""
 
 
 @dataclass

@@ -225,8 +225,8 @@ class Executor:
             raise
 
     def _forget_done(self, batch: int) -> None:
-        """Forgets finished operations of earlier batches; raises the error of one that failed."""
-        done = [name for name, pending in self._pending.items() if name[1] < batch and pending.done()]
+        """Forgets finished operations of batches that nothing waits for; raises the error of one that failed."""
+        done = [name for name, pending in self._pending.items() if name[1] < batch - 1 and pending.done()]
         for name in done:
             self._pending.pop(name).result()
 

@@ -21,6 +21,11 @@ class PipelineOptions:
     """Method that groups samples into micro-batches."""
     window: str = "once"
     """"once" if a row travels once a batch; "resend" if it travels with every micro-batch that uses it."""
+    cross_batch: bool = True
+    """In nested: rows that the batch before does not change are sent while it trains, and gradients that the next batch
+    does not need are returned while that one trains. A step then ends only after the next batch was read."""
+    late_gradients: bool = True
+    """Whether gradients may be returned during the next batch. Set it to False to read `Step.gradients`."""
     codec: Codec = PLAIN
     """Form of rows and gradients in messages between ranks."""
     seed: int = 0
@@ -28,9 +33,9 @@ class PipelineOptions:
     num_threads: int = 1
     """Threads of the host store and of planning."""
     resident_bytes: int | str | None = None
-    """Memory for resident rows on each rank, in inter and nested: "minimum" for what two batches need, "auto" for half
-    of the device memory that the first step leaves free, or a number of bytes (docs/row-pool.md). None stands for
-    "auto" on an accelerator and "minimum" in host memory."""
+    """Memory for resident rows on each rank, in inter and nested: "minimum" for what the batches in flight need, "auto"
+    for half of the device memory that the first step leaves free, or a number of bytes (docs/row-pool.md). None stands
+    for "auto" on an accelerator and "minimum" in host memory."""
     device_budget_bytes: int | None = None
     """Device memory that the embedding part of a rank may use; a batch that needs more is refused (docs/memory.md)."""
     stale: bool = False

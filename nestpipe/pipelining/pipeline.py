@@ -15,11 +15,9 @@ from nestpipe.data.dataset import BatchReader
 from nestpipe.distributed import World
 from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.batch_rows import BatchRows
-from nestpipe.embedding.budget import DeviceBudget
-from nestpipe.embedding.capacity import Capacity
 from nestpipe.embedding.exchange import make_exchange
 from nestpipe.embedding.group import group_features
-from nestpipe.embedding.memory import Memory, memory_on
+from nestpipe.embedding.memory import memory_on
 from nestpipe.embedding.resident import Residence
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, make_store, tables_of
@@ -28,7 +26,8 @@ from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import LATE_STEPS, NonFiniteError, late_error
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.options import PipelineOptions
-from nestpipe.pipelining.schedule import LAST_STAGE, OVERLAPPING, WINDOWED, WITHOUT_EXCHANGE, operations
+from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE, operations
+from nestpipe.pipelining.setup import can_cross, make_budget, pool_of
 from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
@@ -103,14 +102,21 @@ class Pipeline:
         schedule = options.schedule
         if exchange.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)
-        self.budget = self._make_budget(schedule, memory)
+        self.crosses_batches = schedule in CROSSING and can_cross(world, options)
+        """Whether rows and gradients are exchanged across batches."""
+        self.budget = make_budget(world, options, schedule, memory, self.crosses_batches)
         """Device memory of the embedding part; None without device_budget_bytes."""
+        residence: Residence = BatchRows(self.store, memory)
+        if options.schedule in OVERLAPPING:
+            residence = self.pool = pool_of(world, options, self.groups, self.store, memory, self.pool)
+        else:
+            self.pool = None
         kind = StaleStages if options.stale else Stages
-        residence = self._make_residence(memory)
         parts = self.groups, self._reader, self.store, world, exchange, memory, residence
-        self.stages = kind(*parts, options, steps, self.budget)
+        self.stages = kind(*parts, options, steps, self.budget, self.crosses_batches)
         self.last_stage = LAST_STAGE[schedule]
-        operation_list = operations(schedule, options.num_micro_batches, steps)
+        crossing = {"cross_batch": self.crosses_batches, "has_issuer": world.issuer is not None}
+        operation_list = operations(schedule, options.num_micro_batches, steps, **crossing)
         # In host memory nothing is uploaded, and in a world of one nothing is routed: no thread is worth its cost.
         shared = {"upload": "input"} if memory.is_host else {}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
@@ -128,30 +134,16 @@ class Pipeline:
             "upload": stages.upload,
             "route": stages.route,
             "retrieve": stages.retrieve,
+            "send_early_rows": stages.send_early_rows,
             "begin": stages.begin,
             "send_rows": stages.send_rows,
             "return_gradients": stages.return_gradients,
             "sum_gradients": stages.sum_gradients,
+            "return_late_gradients": stages.return_late_gradients,
+            "late_update": stages.late_update,
             "write_back": stages.write_back,
             **dict.fromkeys(("dense", "reduce", "commit", "update"), lambda op: None),
         }
-
-    def _make_residence(self, memory: Memory) -> Residence:
-        options, world = self.options, self.world
-        if options.schedule not in OVERLAPPING:
-            self.pool = None
-            return BatchRows(self.store, memory)
-        if self.pool is None or self.pool.store is not self.store:
-            has_budget = options.device_budget_bytes is not None
-            capacity = Capacity(options.resident_bytes, world.device, world.num_sharing_device, not has_budget)
-            self.pool = RowPool(self.groups.groups, self.store, memory, capacity)
-        return self.pool
-
-    def _make_budget(self, schedule: str, memory: Memory) -> DeviceBudget | None:
-        if self.options.device_budget_bytes is None:
-            return None
-        overlaps = {"is_windowed": schedule in WINDOWED, "is_overlapping": schedule in OVERLAPPING}
-        return DeviceBudget(self.options.device_budget_bytes, memory, **overlaps, is_staged=self.world.rows.is_staged)
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -245,6 +237,7 @@ class Pipeline:
         """Writes every row to the store, after all lanes have finished. Call it on all ranks, at a step boundary. Rows
         stay resident."""
         self.executor.drain()
+        self.stages.complete_updates()
         self.stages.flush()
         self.poll_outcomes()
         self._raise_late()  # the result of a step that is not finite must not be saved or evaluated
@@ -362,6 +355,7 @@ class Pipeline:
             else:
                 self._leave_step()
                 self.executor.drain()
+                self.stages.complete_updates()
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C: lanes may be in collectives that can no longer complete
                 watch.report(error)

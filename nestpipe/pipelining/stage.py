@@ -19,7 +19,7 @@ class Stage:
     needs_ranks: bool = False
     """True if it waits for other ranks."""
     exchanges_rows: bool = False
-    """True if it issues collectives of device memory."""
+    """True if it issues collectives of device memory, or comes between such."""
     takes_turns: bool = False
     """True if it runs much Python, for which it lets the launching thread go first."""
 
@@ -30,6 +30,9 @@ _STAGES = (
     Stage("route", "route", "exposed_lookup_ms", "tells owners which keys the batch needs", needs_ranks=True),
     Stage("retrieve", "host", "exposed_lookup_ms", "makes the owned rows resident, evicts others", "busy_host_ms"),
     Stage("begin", COMPUTE, "exposed_exchange_ms", "freezes the rows"),
+    Stage(
+        "send_early_rows", "rows", "exposed_exchange_ms", "those unchanged meanwhile", "busy_exchange_ms", True, True
+    ),
     Stage("send_rows", "rows", "exposed_exchange_ms", "owners to requesters", "busy_exchange_ms", True, True),
     Stage("dense", COMPUTE, "dense_ms", "forward and backward of a micro-batch, and the dense optimizer"),
     Stage("return_gradients", "gradients", "exposed_exchange_ms", "back to owners", "busy_exchange_ms", True, True),
@@ -37,6 +40,23 @@ _STAGES = (
     Stage("commit", COMPUTE, "exposed_reduce_ms", "all ranks agree whether the step counts"),
     Stage("sum_gradients", COMPUTE, "row_update_ms", "the owner adds up what all requesters returned"),
     Stage("update", COMPUTE, "row_update_ms", "the row optimizer"),
+    Stage(
+        "return_late_gradients",
+        "gradients",
+        "exposed_exchange_ms",
+        "those that the next batch does not need",
+        "busy_exchange_ms",
+        needs_ranks=True,
+        exchanges_rows=True,
+    ),
+    Stage(
+        "late_update",
+        "gradients",
+        "exposed_exchange_ms",
+        "adds them up, and updates their rows",
+        "busy_update_ms",
+        exchanges_rows=True,
+    ),
     Stage("write_back", "host", "exposed_lookup_ms", "takes note of the outcome; writes rows", "busy_host_ms"),
     Stage("other", COMPUTE, "other_ms", "named work outside of the other stages"),
     Stage("", COMPUTE, "unattributed_ms", "time that no span covers"),

@@ -20,10 +20,21 @@ from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.resident import Residence
-from nestpipe.pipelining.batch_state import Applied, BatchState, InTraining, Requested, Resident, Routed
+from nestpipe.embedding.route import OwnerDedup
+from nestpipe.pipelining.batch_state import (
+    Applied,
+    BatchState,
+    InTraining,
+    Requested,
+    Resident,
+    Routed,
+)
 from nestpipe.pipelining.commit import Outcome
 from nestpipe.pipelining.options import PipelineOptions
+from nestpipe.pipelining.planner import Planner
+from nestpipe.pipelining.row_update import RowUpdate
 from nestpipe.pipelining.schedule import OVERLAPPING, Op
+from nestpipe.pipelining.stage import COMPUTE
 from nestpipe.store import Store, Writer
 
 
@@ -43,7 +54,9 @@ class Stages:
         options: PipelineOptions,
         steps: int | None,
         budget: DeviceBudget | None = None,
+        crosses: bool = False,
     ) -> None:
+        """crosses: rows and gradients may cross the boundary between two batches."""
         self._features = features
         self._batches = batches
         self._store = store
@@ -55,6 +68,8 @@ class Stages:
         self._options = options
         self._steps = steps
         self._budget = budget
+        self._crosses = crosses
+        self._planner = Planner(exchange, memory, residence, options, budget, crosses)
         self._keeps_rows = options.schedule in OVERLAPPING
         self._states: dict[int, BatchState] = {}
         self._num_steps_routed = 0
@@ -114,42 +129,37 @@ class Stages:
             requested.keys = error
 
     def route(self, op: Op) -> None:
-        """Tells owners which keys the batch needs, and plans its exchanges."""
+        """Tells owners which keys the batch needs, and plans its exchanges, and those of the gradients before it."""
         state = self.state(op.batch)
-        if self._has_ended or state.requested is None:
-            return  # on every rank: all have seen the same headers
-        try:
-            assert not isinstance(state.requested.keys, PackedBatch)
-            route = self._exchange.route(state.requested.keys, self._features, self._world.notice)
-            if route is not None:
-                plan = self._exchange.plan(route, self._options.window)
-                if plan is not None:
-                    plan = self._memory.upload(plan)
-                    embedding_memory.add_all(plan)
-                routed = Routed(route, plan)
-                self._make_room(op.batch, routed)
-                state.routed = routed
-        except Exception as error:
-            state.error = error
-        self._has_ended = state.routed is None
-        self._num_steps_routed += state.is_step
+        before = self._step_before(op.batch)
+        late = None
+        if not self._has_ended and state.requested is not None:  # on every rank: all have seen the same headers
+            try:
+                assert not isinstance(state.requested.keys, PackedBatch)
+                route = self._exchange.route(state.requested.keys, self._features, self._world.notice)
+                if route is not None:
+                    crossing = self._planner.compare(before, route)
+                    late = crossing.late if crossing is not None else None
+                    state.routed = self._planner.plan(route, crossing, self._in_flight_before(op.batch))
+            except Exception as error:
+                state.error = error
+            self._has_ended = state.routed is None
+            self._num_steps_routed += state.is_step
+        if before is not None:
+            self._planner.plan_returns(before, late)
 
-    def _make_room(self, number: int, routed: Routed) -> None:
-        """Adds slots for the batch. Raises on all ranks if it exceeds a limit of one; no slot was added for it then."""
-        is_bounded = self._budget is not None or self._residence.is_limited
-        if not routed.route.is_step:
-            if is_bounded:
-                self._exchange.agree(None)
-            return
-        before = self.state(number - 1)
-        previous = before.routed.route.owner_dedups if before.is_step and before.routed is not None else None
-        growth = self._residence.growth(previous, routed.route.owner_dedups)
-        if is_bounded:
-            error = growth.error
-            if error is None and self._budget is not None:
-                error = self._budget.error(routed.route, routed.plan, growth.num_bytes)
-            self._exchange.agree(error)
-        self._residence.grow(growth)
+    def _step_before(self, number: int) -> Routed | None:
+        """Returns the batch before, if it is a step on all ranks. On this one it may have failed since."""
+        before = self._states.get(number - 1)
+        routed = before.routed if before is not None else None
+        return routed if routed is not None and routed.route.is_step else None
+
+    def _in_flight_before(self, number: int) -> list[Sequence[OwnerDedup]]:
+        """Returns the owned keys of earlier batches whose slots must stay while this one becomes resident. With late
+        gradients the batch before last may not be complete."""
+        numbers = range(number - (2 if self._crosses else 1), number)
+        states = [state for i in numbers if (state := self._states.get(i)) is not None]
+        return [state.routed.route.owner_dedups for state in states if state.is_step and state.routed is not None]
 
     def retrieve(self, op: Op) -> None:
         """Makes the owned rows of a batch resident."""
@@ -163,16 +173,27 @@ class Stages:
         except Exception as error:  # no memory, for example
             state.error = error
 
-    # ---- training: no row changes from begin to update ----
+    # ---- training: no row that the batch uses changes from here to its gradient's return ----
+
+    def send_early_rows(self, op: Op) -> None:
+        """Sends the rows that the batch before does not change, while that one trains."""
+        state = self.state(op.batch)
+        # A rank whose rows could not be made resident takes part: the others do not know.
+        if state.routed is not None and state.routed.has_early_rows:
+            self._open(state).send_early_rows()
+
+    def _open(self, state: BatchState) -> BatchExchange:
+        assert state.routed is not None
+        resident = state.resident.groups if state.resident is not None else None
+        exchange = self._exchange.open(state.routed.route, state.routed.plan, resident)
+        state.training = InTraining(exchange)
+        return exchange
 
     def begin(self, op: Op) -> None:
-        """Opens the exchanges of a batch that is a step."""
+        """Opens the exchanges of a batch that is a step, unless the lane of its rows does so before its early rows."""
         state = self.state(op.batch)
-        if state.is_step:
-            assert state.routed is not None
-            assert state.resident is not None
-            opened = self._exchange.open(state.routed.route, state.routed.plan, state.resident.groups)
-            state.training = InTraining(opened)
+        if state.is_step and state.routed is not None and not state.routed.has_early_rows:
+            self._open(state)
 
     def send_rows(self, op: Op) -> None:
         """Sends the rows of a micro-batch from owners to requesters."""
@@ -222,13 +243,36 @@ class Stages:
         assert training is not None
         assert resident is not None
         training.is_partially_updated = True
-        for rows, gradient in zip(resident.groups, training.sums, strict=True):
-            if gradient is not None:
-                if isinstance(scale, Tensor) or scale != 1.0:
-                    gradient = gradient * scale
-                self._memory.update(rows.group, rows.records, rows.slots, gradient, number + 1, is_masked)
+        update = RowUpdate(number, scale, is_masked)
+        update.apply(self._memory, resident.groups, training.sums)
+        if training.exchange is not None and training.exchange.has_late_gradients:
+            training.late = update.kept(resident.groups)
         state.applied = Applied(number)
         training.is_partially_updated = False
+
+    def return_late_gradients(self, op: Op) -> None:
+        """Returns the gradients that the next batch does not need, while that one trains."""
+        training = self.state(op.batch).training
+        if training is not None and training.late is not None and training.exchange is not None:
+            training.exchange.return_late_gradients()
+
+    def late_update(self, op: Op) -> None:
+        """Applies the late gradients of a batch."""
+        state = self.state(op.batch)
+        training, resident = state.training, state.resident
+        if training is None or training.late is None or training.exchange is None or resident is None:
+            return
+        training.is_partially_updated = True
+        training.late.apply(self._memory, resident.groups, training.exchange.sum_late_gradients())
+        training.exchange = training.late = None
+        training.is_partially_updated = False
+
+    def complete_updates(self) -> None:
+        """Returns and applies gradients that are late, between two steps. All ranks call it; the lanes must be idle."""
+        for number in sorted(self._states):
+            op = Op("late_update", COMPUTE, number)
+            self.return_late_gradients(op)
+            self.late_update(op)
 
     # ---- after training ----
 
@@ -264,9 +308,11 @@ class Stages:
     # ---- between steps and at the end ----
 
     def release(self, state: BatchState) -> None:
-        """Frees the memory of a batch's exchanges."""
+        """Frees the memory of a batch's exchanges, unless late gradients need it."""
         if state.training is not None:
-            state.training.exchange, state.training.sums = None, []
+            state.training.sums = []
+            if state.training.late is None:
+                state.training.exchange = None
 
     def take_error(self, state: BatchState) -> Exception:
         """Returns the error of a batch, and marks it as raised."""
@@ -287,7 +333,7 @@ class Stages:
         state.is_left = True
 
     def flush(self) -> None:
-        """Writes every row that is newer than its copy in the host store. The host lane must be idle."""
+        """Writes every row that is newer than its copy in the host store. The lanes must be idle."""
         for number in sorted(self._states):
             if self._states[number].applied is not None:
                 self._settle(self._states[number])

@@ -174,10 +174,15 @@ class Step:
         between commit and update_rows."""
         if not self.is_committed:
             raise RuntimeError(f"step {self.number}: call commit before gradients")
+        if self._exchange.has_late_gradients:
+            raise RuntimeError(
+                f"step {self.number}: gradients of some rows arrive during the next step; pass late_gradients=False to "
+                "the pipeline or the Trainer to have all of them before the update"
+            )
         assert self.state.training is not None
         if not self.state.training.sums:
             self._pipeline.executor.play_through("sum_gradients")
-        return [gradient for gradient in self.state.training.sums if gradient is not None]
+        return [gradients.values for gradients in self.state.training.sums if gradients is not None]
 
     def squared_gradient_norm(self) -> Tensor:
         """Returns the squared norm of `gradients()`."""

@@ -205,6 +205,12 @@ class ExchangeSection:
     window: str = key(
         "once", "send a row once for a batch, or again for each micro-batch", choices=WINDOWS, option="window"
     )
+    cross_batch: bool = key(
+        True,
+        "nested: send rows that the batch before does not change while it trains, and return gradients that the next "
+        "batch does not need while that one trains",
+        option="cross_batch",
+    )
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ KINDS = {
 """Kinds of work, by colour: name and what it is."""
 KIND_OF = {
     **dict.fromkeys(("prefetch", "upload", "route", "retrieve", "write_back"), "lookup"),
-    **dict.fromkeys(("begin", "send_rows", "return_gradients"), "exchange"),
-    **dict.fromkeys(("sum_gradients", "update"), "update"),
+    **dict.fromkeys(("begin", "send_early_rows", "send_rows", "return_gradients", "return_late_gradients"), "exchange"),
+    **dict.fromkeys(("sum_gradients", "update", "late_update"), "update"),
     **dict.fromkeys(("reduce", "commit"), "reduce"),
     "dense": "dense",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class Trainer:
         given its number of threads. options: fields of PipelineOptions, such as schedule and num_micro_batches.
         """
         self.options = PipelineOptions(**options)
+        if clip_norm is not None and clip_rows:
+            self.options = replace(self.options, late_gradients=False)
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
@@ -73,7 +76,7 @@ class Trainer:
         self.clip_norm = clip_norm
         """Largest joint norm of the global batch's dense gradients."""
         self.clip_rows = clip_rows
-        """Whether row gradients count in that norm and are scaled with the others."""
+        """Whether row gradients count in that norm and are scaled with the others. Then none may be late."""
         self.lr_schedule = schedule_lr(self.optimizer) if schedule_lr is not None else None
         """Schedule of the dense learning rate; it advances once per step."""
         self.check_split = check_split
@@ -389,8 +392,7 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 def _check_device(model: nn.Module, device: torch.device) -> None:
-    elsewhere = {str(p.device) for p in (*model.parameters(), *model.buffers()) if p.device != device}
-    if elsewhere:
+    if elsewhere := {str(p.device) for p in (*model.parameters(), *model.buffers()) if p.device != device}:
         raise ValueError(
             f"the model has parameters or buffers on {', '.join(sorted(elsewhere))}, the ranks train on {device}; call "
             f"model.to({str(device)!r}) before the Trainer is made, or World(device=...)"

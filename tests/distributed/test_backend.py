@@ -37,6 +37,12 @@ def test_refusals(wanted: str, places: list[str], text: str) -> None:
         choose_backend(wanted, places)
 
 
+def test_ranks_may_share_a_device_in_tests() -> None:
+    assert choose_backend("nccl", ["a", "a"], may_share_device=True) == "nccl"
+    with pytest.raises(ValueError, match=r"rank 1 is without"):
+        choose_backend("nccl", ["a", ""], may_share_device=True)
+
+
 def test_nccl_cannot_use_host_memory() -> None:
     assert device_place(torch.device("cpu")) == ""
     with pytest.raises(ValueError, match="needs a CUDA device"):

@@ -37,7 +37,7 @@ def pool_of(group: TableGroup, store: HostStore, memory: Memory, num_slots: int)
 
 
 def admitted(pool: RowPool, previous: OwnerDedup | None, current: OwnerDedup) -> ResidentBatch:
-    growth = pool.growth(None if previous is None else [previous], [current])
+    growth = pool.growth([] if previous is None else [[previous]], [current])
     assert growth.error is None, growth.error
     pool.grow(growth)
     return pool.retrieve([current])

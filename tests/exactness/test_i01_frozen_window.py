@@ -57,7 +57,8 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
                     (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
                     inside.append(hash_of(step.state))
                 step.commit()
-                step.gradients()
+                if not pipeline.crosses_batches:  # else gradients of keys that the next batch does not need come later
+                    step.gradients()
                 inside.append(hash_of(step.state))
                 inside += seen.pop(step.state.number)
                 step.update_rows()
@@ -72,6 +73,6 @@ def test_rows_are_frozen(schedule: str, window: str, size: int) -> None:
     for steps in on_ranks(size, hashes, schedule, window):
         assert len(steps) == 5
         for inside, after in steps:
-            assert len(inside) >= 2 + 4 * 4 + 2  # 4 send_rows, 4 return_gradients, sum_gradients: before and after
+            assert len(inside) >= 2 + 4 * 4  # 4 send_rows, 4 return_gradients: before and after
             assert set(inside) == {inside[0]}
             assert after not in inside

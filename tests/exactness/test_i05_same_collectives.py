@@ -26,7 +26,8 @@ def collectives(world: World, schedule: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("schedule", OUTER)
 def test_same_order_on_every_rank(schedule: str) -> None:
     first, *others = run_ranks(3, collectives, schedule)
-    assert len(first["row exchange"]) == 6 * 4
-    assert len(first["gradient return"]) == 6 * 4
+    early = 5 if schedule == "nested" else 0  # the first batch has no early rows, the last one no late gradients
+    assert len(first["row exchange"]) == 6 * 4 + early
+    assert len(first["gradient return"]) == 6 * 4 + early
     assert len(first["commit"]) == 6
     assert all(calls == first for calls in others)

@@ -22,7 +22,7 @@ SOME = ("period_3", "thrash", "returning", "random")
 
 def flushed(world: World, schedule: str, capacity: str) -> None:
     for stream in SOME:
-        num_bytes = resident_bytes(stream, capacity, world)
+        num_bytes = resident_bytes(stream, capacity, world, schedule)
         trainer = make_trainer(world, replace(CASE, schedule=schedule), resident_bytes=num_bytes)
         check_flushes(trainer, make_trainer(world, CASE), batches_of(stream, world))
 
@@ -59,7 +59,7 @@ def test_a_flush_in_the_middle(size: int, schedule: str, capacity: str) -> None:
 def test_rows_stay_resident_between_two_fits() -> None:
     """With room for everything the second pass reads and writes nothing. Fails if the end of fit empties the pool."""
     case = Case("adam", "shared", 1, schedule="inter")
-    trainer = make_trainer(World(), case, resident_bytes=resident_bytes("random", "everything", World()))
+    trainer = make_trainer(World(), case, resident_bytes=resident_bytes("random", "everything", World(), "inter"))
     trainer.check_split = False
     batches = batches_of("random", World())
     trainer.fit(batches)

@@ -6,7 +6,6 @@ LocalBatch sends from are those of another batch.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -35,9 +34,10 @@ def owned(keys: Tensor, world: World) -> set[int]:
     return set(keys[buckets * world.size // 65536 == world.rank].tolist())
 
 
-def resident_bytes(stream: str, capacity: str, world: World) -> int:
+def resident_bytes(stream: str, capacity: str, world: World, schedule: str) -> int:
     sets = [owned(keys, world) for keys in STREAMS[stream] if len(keys) > 0]
-    least = max(len(a | b) for a, b in pairwise(sets))
+    num_in_flight = 3 if schedule == "nested" and world.size > 1 else 2
+    least = max(len(set.union(*sets[i : i + num_in_flight])) for i in range(len(sets)))
     everything = len(set.union(*sets))
     slots = {
         "minimum": least,
@@ -53,7 +53,9 @@ def batches_of(stream: str, world: World) -> list[Batch]:
 
 
 def digest_of(world: World, stream: str, case: Case, capacity: str | None) -> str:
-    trainer = make_trainer(world, case, resident_bytes=capacity and resident_bytes(stream, capacity, world))
+    trainer = make_trainer(
+        world, case, resident_bytes=capacity and resident_bytes(stream, capacity, world, case.schedule)
+    )
     trainer.check_split = False
     trainer.fit(batches_of(stream, world))
     return trainer.digest()

@@ -23,7 +23,7 @@ def test_a_second_fit_goes_on(schedule: str, method: str, failing: int, monkeypa
     """The store fails once. The batch comes again in the second fit, and the result is that of serial."""
     world, stream = World(), "thrash"
     batches = batches_of(stream, world)
-    num_bytes = resident_bytes(stream, "minimum", world)
+    num_bytes = resident_bytes(stream, "minimum", world, schedule)
     trainer = make_trainer(world, replace(CASE, schedule=schedule), resident_bytes=num_bytes)
     trainer.check_split = False
     calls, original = [], getattr(trainer.store, method)

@@ -35,7 +35,7 @@ def test_a_masked_step_changes_no_row(device: str, bad_step: int) -> None:
     batches = batches_of(stream, world)
     batches[bad_step].inputs["label"] = batches[bad_step].inputs["label"] * float("nan")
     case = Case("adam", "shared", 2, schedule="inter")
-    trainer = make_trainer(world, case, resident_bytes=resident_bytes(stream, "minimum", world))
+    trainer = make_trainer(world, case, resident_bytes=resident_bytes(stream, "minimum", world, case.schedule))
     trainer.check_split = False
     with pytest.raises(NonFiniteError, match=f"step {bad_step}:"):
         trainer.fit(batches)

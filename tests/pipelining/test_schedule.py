@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from nestpipe.pipelining.schedule import SCHEDULES, Op, operations
+from nestpipe.pipelining.schedule import CROSSING, SCHEDULES, Op, operations
 from nestpipe.pipelining.stage import COMPUTE
 
 SERIAL = """
@@ -117,6 +117,49 @@ upload    upload 3               after prefetch 3
 route     route 3                after upload 3
 """
 
+ACROSS = """
+input     prefetch 0
+upload    upload 0               after prefetch 0
+route     route 0                after upload 0
+host      retrieve 0             after route 0
+input     prefetch 1
+upload    upload 1               after prefetch 1
+route     route 1                after upload 1
+compute   begin 0                after prefetch 0, upload 0, route 0, retrieve 0
+rows      send_rows 0.0          after begin 0
+host      retrieve 1             after route 1, send_rows 0.0
+input     prefetch 2             after send_rows 0.0
+upload    upload 2               after prefetch 2
+route     route 2                after upload 2
+rows      send_rows 0.1          after begin 0
+rows      send_early_rows 1      after retrieve 1
+compute   dense 0.0              after send_rows 0.0
+gradients return_gradients 0.0   after dense 0.0, route 1
+compute   dense 0.1              after send_rows 0.1
+gradients return_gradients 0.1   after dense 0.1, route 1
+compute   reduce 0               after prefetch 1, upload 1, route 1, return_gradients 0.0, return_gradients 0.1
+compute   commit 0
+compute   sum_gradients 0
+compute   update 0
+compute   begin 1                after prefetch 1, upload 1, route 1, retrieve 1
+rows      send_rows 1.0          after begin 1
+host      retrieve 2             after route 2, send_rows 1.0
+gradients return_late_gradients 0 after send_rows 1.0
+gradients late_update 0          after update 0
+host      write_back 0           after update 0, late_update 0
+input     prefetch 3             after send_rows 1.0
+upload    upload 3               after prefetch 3
+route     route 3                after upload 3
+rows      send_rows 1.1          after begin 1
+rows      send_early_rows 2      after retrieve 2, late_update 0
+compute   dense 1.0              after send_rows 1.0
+gradients return_gradients 1.0   after dense 1.0, route 2
+compute   dense 1.1              after send_rows 1.1
+gradients return_gradients 1.1   after dense 1.1, route 2
+compute   reduce 1               after prefetch 2, upload 2, route 2, return_gradients 1.0, return_gradients 1.1
+"""
+"""nested with exchange across batches."""
+
 
 def drawn(op: Op) -> str:
     def name(stage: str, batch: int, micro_batch: int) -> str:
@@ -136,12 +179,33 @@ def test_drawn_by_hand(schedule: str, num_micro_batches: int, table: str) -> Non
     assert [drawn(op) for op in islice(operations(schedule, num_micro_batches), len(lines))] == lines
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_across_batches_drawn_by_hand() -> None:
+    lines = ACROSS.strip().splitlines()
+    crossing = operations("nested", 2, cross_batch=True)
+    assert [drawn(op) for op in islice(crossing, len(lines))] == lines
+    for schedule in set(SCHEDULES) - set(CROSSING):  # the others have nothing to cross
+        plain = islice(operations(schedule, 2), 60)
+        assert list(islice(operations(schedule, 2, cross_batch=True), 60)) == list(plain)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_an_issuer_sends_early_rows_last(num_micro_batches: int) -> None:
+    """It waits for their retrieve, which must not delay gradients that could be returned. Fails if _across ignores
+    has_issuer."""
+    ops = [op.name for op in islice(operations("nested", num_micro_batches, cross_batch=True, has_issuer=True), 300)]
+    last = num_micro_batches - 1
+    for t in range(2, 4):
+        assert ops[ops.index(("send_early_rows", t + 1, -1)) + 1] == ("dense", t, last)
+        assert ops.index(("return_late_gradients", t - 1, -1)) < ops.index(("dense", t, 0))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "across"])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_can_be_played(schedule: str, num_micro_batches: int) -> None:
     """Dependencies of an operation stand before it, and every operation of a batch occurs once."""
     seen = set()
-    for op in islice(operations(schedule, num_micro_batches), 300):
+    options = {"cross_batch": True} if schedule == "across" else {}
+    for op in islice(operations("nested" if options else schedule, num_micro_batches, **options), 300):
         assert set(op.waits_for) <= seen
         assert op.name not in seen
         seen.add(op.name)

@@ -35,6 +35,8 @@ class Way:
     """Method of clustering."""
     stale: bool = False
     """Whether the model sees shared rows as they were before the last update."""
+    cross_batch: bool = False
+    """Whether rows and gradients are exchanged across batches."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ class Loop:
             window=way.window,
             clustering=Clustering(way.method),
             stale=way.stale,
+            cross_batch=way.cross_batch,
             seed=SEED,
             num_threads=threads,
             trace=self.trace,
@@ -189,6 +190,10 @@ class Loop:
             self._step()
         self.pipeline.executor.drain()
         return means(self.trace.steps[-num_steps:], self.world)
+
+    def close(self) -> None:
+        """Ends the lanes and frees their memory. The step that has begun is left. All ranks call it together."""
+        self.pipeline.__exit__(None, None, None)
 
     def _step(self) -> None:
         step = self._next

@@ -25,6 +25,7 @@ from nestpipe.bench.network.loop import (
     make_batches,
     make_features,
 )
+from nestpipe.bench.network.overlap import QUICK_KEYS, KeySize, OverlapPart
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
 from nestpipe.recipe.trace_file import write_trace
@@ -74,6 +75,8 @@ class Bench:
         ways = [Way("serial", 1), Way("serial", many), Way("inter", 1), Way("nested", many)]
         yield from self._compare("paced", [*ways, Way("intra", many), Way("nested", many, "resend")])
         yield from self._compare("real", ways)
+        keys = QUICK_KEYS if self.size == QUICK else KeySize()
+        yield from OverlapPart(self.size, keys, self.world, self.threads).records()
 
     def _link(self, rate: str, burst_bytes: int) -> Record:
         """Measures megabytes per second in one direction: if only rank 0 sends, and if both ranks do."""
@@ -122,6 +125,8 @@ class Bench:
             for way in (Way("serial", 1), Way("nested", size.num_micro_batches)):
                 loops[way].turn(TRACED_STEPS)
                 write_trace(loops[way].spans, self.world, self._traces / f"{way.schedule}.json")
+        for loop in loops.values():
+            loop.close()
 
     def _set_pace(self, loops: dict[Way, Loop]) -> float:
         serial, size = loops[Way("serial", 1)], self.size
@@ -134,6 +139,7 @@ class Bench:
 
     def _record(self, way: Way, compute: str, rounds: Rounds, sleep_ms: float) -> Record:
         record: Record = {
+            "part": "schedules",
             "compute": compute,
             "schedule": way.schedule,
             "num_micro_batches": way.num_micro_batches,

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from nestpipe.device.streams import Mark, use_here
 from nestpipe.distributed import Channel, Notice
+from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import sum_limit
+from nestpipe.embedding.exchange import RowGradients, sum_limit
 from nestpipe.embedding.exchange.codec import PLAIN, Codec
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import GroupPlan, MessageSizes, Plan, TravelList, make_plan
+from nestpipe.embedding.plan import KeySums, Marks, MessageSizes, Plan, Returns, TravelList, plan_returns, plan_sends
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 
@@ -37,8 +38,17 @@ class DistributedExchange:
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
         return route_keys(batch, features, self._route, notice)
 
-    def plan(self, route: Route, window: str) -> Plan | None:
-        return make_plan(route, window, self._route.rank, self._codec.row_bytes)
+    def compare(self, earlier: Route, later: Route, has_late: bool, num_threads: int) -> Crossing:
+        return compare(earlier, later, self._route, has_late, num_threads)
+
+    def plan(
+        self, route: Route, window: str, early: list[Marks] | None = None, has_returns: bool = True
+    ) -> Plan | None:
+        sends = plan_sends(route, window, self._route.rank, self._codec.row_bytes, early)
+        return Plan(window, sends, self.plan_returns(route, window, None) if has_returns else None)
+
+    def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
+        return plan_returns(route, window, self._route.rank, self._codec.row_bytes, late)
 
     def agree(self, error: Exception | None) -> None:
         channel = self._route
@@ -46,7 +56,7 @@ class DistributedExchange:
         if bool(failed.any()):
             channel.raise_agreed(error, failed.nonzero().flatten().tolist())
 
-    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows]) -> "DistributedBatch":
+    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows] | None) -> "DistributedBatch":
         assert plan is not None
         return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory, self._codec)
 
@@ -67,13 +77,12 @@ class DistributedBatch:
         self,
         batch: BatchDedup,
         plan: Plan,
-        resident: list[ResidentRows],
+        resident: list[ResidentRows] | None,
         rows: Channel,
         gradients: Channel,
         memory: Memory,
         codec: Codec,
     ) -> None:
-        self.row_bytes = self.gradient_bytes = 0
         self.exceeds = memory.new_flag()
         self._plan = plan
         self._rows_channel = rows
@@ -86,76 +95,107 @@ class DistributedBatch:
         self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
-        self._sources = [rows.sent_from()[0] for rows in resident]
-        """Owner: array of rows that are sent, by group."""
-        self._sent = [_places_of(lists, rows) for lists, rows in zip(plan.groups, resident, strict=True)]
+        self._sources = [rows.sent_from()[0] for rows in resident or []]
+        """Owner: array of rows that are sent, by group; empty if its rows could not be made resident."""
+        self._sent = [
+            _places_of(lists.rows_out, rows) for lists, rows in zip(plan.sends.groups, resident or [], strict=False)
+        ]
         """Owner: places in it of the rows that are sent, by group."""
         self._outgoing: dict[int, Outgoing] = {}
-        """Rows that were written ahead, by micro-batch."""
+        """Rows that were written ahead, by part."""
+        self._collected: list[Tensor | None] = []
+        """Requester: arrays from which gradients were sent last, by group; None for a frozen group."""
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self._plan.sends.rows_out.row_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(self._returns.gradients_out.row_bytes)
+
+    def send_early_rows(self) -> None:
+        self._send(0, 0)
 
     def send_rows(self, micro_batch: int) -> None:
-        outgoing = self._outgoing.pop(micro_batch, None) or self._write_rows(micro_batch)
+        self._send(self._plan.sends.num_early + micro_batch, micro_batch)
+        for requester in self._requesters:
+            requester.gather(micro_batch)
+
+    def _send(self, part: int, micro_batch: int) -> None:
+        outgoing = self._outgoing.pop(part, None) or self._write_rows(part)
+        sends = self._plan.sends
         targets = [requester.arriving(micro_batch) for requester in self._requesters]
+        following = part + 1 if sends.num_early <= part < sends.num_early + self._num_micro_batches - 1 else None
 
         def meanwhile() -> None:
             # Rows are frozen, so the next message is written while this one travels. This thread then waits only once.
-            if outgoing.ready is not None and micro_batch + 1 < self._num_micro_batches:
-                self._outgoing[micro_batch + 1] = self._write_rows(micro_batch + 1)
-            for g, target in enumerate(targets):
-                slots, places = self._sent[g].own(micro_batch), self._plan.groups[g].rows_in.own(micro_batch)
-                self._memory.copy_rows(self._sources[g], slots, target, places)
+            if outgoing.ready is not None and following is not None:
+                self._outgoing[following] = self._write_rows(following)
+            for source, sent, lists, target in zip(self._sources, self._sent, sends.groups, targets, strict=False):
+                self._memory.copy_rows(source, sent.own(part), target, lists.rows_in.own(part))
 
-        self.row_bytes += self._plan.rows_out.row_bytes[micro_batch]
-        sizes = self._plan.rows_out, self._plan.rows_in
-        with self._exchanged(self._rows_channel, outgoing, *sizes, micro_batch, meanwhile) as received:
-            for lists, requester, target in zip(self._plan.groups, self._requesters, targets, strict=True):
-                in_message, places = lists.rows_in.in_message(micro_batch), lists.rows_in.others(micro_batch)
+        with self._exchanged(self._rows_channel, outgoing, sends.rows_out, sends.rows_in, part, meanwhile) as received:
+            for lists, target in zip(sends.groups, targets, strict=True):
+                in_message, places = lists.rows_in.in_message(part), lists.rows_in.others(part)
                 self._codec.read(self._memory, received, in_message, target, places)
-                requester.gather(micro_batch)
 
-    def _write_rows(self, micro_batch: int) -> Outgoing:
+    def _write_rows(self, part: int) -> Outgoing:
         """Writes the rows that this owner sends to other ranks."""
-        message = self._memory.empty_message(self._plan.rows_out.num_bytes[micro_batch])
+        message = self._memory.empty_message(self._plan.sends.rows_out.num_bytes[part])
         for source, sent in zip(self._sources, self._sent, strict=True):
-            slots, in_message = sent.others(micro_batch), sent.in_message(micro_batch)
-            self._codec.write(self._memory, source, slots, message, in_message)
+            self._codec.write(self._memory, source, sent.others(part), message, sent.in_message(part))
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[Tensor]:
         rows = [requester.pop_rows(micro_batch) for requester in self._requesters]
         use_here(*rows)
-        return [r.requires_grad_(not lists.group.frozen) for r, lists in zip(rows, self._plan.groups, strict=True)]
+        groups = self._plan.sends.groups
+        return [r.requires_grad_(not lists.group.frozen) for r, lists in zip(rows, groups, strict=True)]
+
+    @property
+    def _returns(self) -> Returns:
+        assert self._plan.returns is not None
+        return self._plan.returns
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients)
-        message = self._memory.empty_message(self._plan.gradients_out.num_bytes[micro_batch])
-        sources: list[Tensor | None] = []
-        for g, (lists, requester) in enumerate(zip(self._plan.groups, self._requesters, strict=True)):
-            sources.append(None)
-            if not lists.group.frozen:
-                gradient = gradients[g] if len(gradients) > 0 else None
-                collected = requester.collect(micro_batch, gradient, self.exceeds)
-                returned = lists.gradients_out
-                places, in_message = returned.others(micro_batch), returned.in_message(micro_batch)
-                self._codec.write(self._memory, collected, places, message, in_message)
-                sources[g] = collected
+        self._collected = []
+        for g, (lists, requester) in enumerate(zip(self._returns.groups, self._requesters, strict=True)):
+            gradient = gradients[g] if len(gradients) > 0 else None
+            is_frozen = lists.group.frozen
+            self._collected.append(None if is_frozen else requester.collect(micro_batch, gradient, self.exceeds))
+        self._return(micro_batch)
+
+    @property
+    def has_late_gradients(self) -> bool:
+        return self._returns.has_late
+
+    def return_late_gradients(self) -> None:
+        use_here(*self._collected)
+        self._return(self._num_micro_batches)
+
+    def _return(self, part: int) -> None:
+        returns = self._returns
+        message = self._memory.empty_message(returns.gradients_out.num_bytes[part])
+        sources = [(g, source) for g, source in enumerate(self._collected) if source is not None]
+        for g, source in sources:
+            sent = returns.groups[g].gradients_out
+            self._codec.write(self._memory, source, sent.others(part), message, sent.in_message(part))
         outgoing = Outgoing(message, self._memory.sealed(message))
 
         def meanwhile() -> None:
-            for g, source in enumerate(sources):
-                if source is not None:
-                    self._store_own(g, micro_batch, source)
+            for g, source in sources:
+                self._store_own(g, part, source)
 
-        self.gradient_bytes += self._plan.gradients_out.row_bytes[micro_batch]
-        sizes = self._plan.gradients_out, self._plan.gradients_in
-        with self._exchanged(self._gradients_channel, outgoing, *sizes, micro_batch, meanwhile) as received:
-            for g, source in enumerate(sources):
-                if source is not None:
-                    self._store_received(g, micro_batch, received)
+        sizes = returns.gradients_out, returns.gradients_in
+        with self._exchanged(self._gradients_channel, outgoing, *sizes, part, meanwhile) as received:
+            for g, _ in sources:
+                self._store_received(g, part, received)
 
-    def _store_own(self, g: int, micro_batch: int, source: Tensor) -> None:
-        lists = self._plan.groups[g]
-        rows, entries = lists.gradients_out.own(micro_batch), lists.gradients_in.own(micro_batch)
+    def _store_own(self, g: int, part: int, source: Tensor) -> None:
+        lists = self._returns.groups[g]
+        rows, entries = lists.gradients_out.own(part), lists.gradients_in.own(part)
         if self._plan.window == "once":
             self._memory.copy_rows(source, rows, self._entries_of(g), entries)
         else:
@@ -163,9 +203,9 @@ class DistributedBatch:
             self._memory.copy_rows(source, rows, own, None)
             self._add_to_entries(g, entries, own)
 
-    def _store_received(self, g: int, micro_batch: int, received: Tensor) -> None:
-        lists = self._plan.groups[g]
-        in_message, entries = lists.gradients_in.in_message(micro_batch), lists.gradients_in.others(micro_batch)
+    def _store_received(self, g: int, part: int, received: Tensor) -> None:
+        lists = self._returns.groups[g]
+        in_message, entries = lists.gradients_in.in_message(part), lists.gradients_in.others(part)
         if self._plan.window == "once":
             self._codec.read(self._memory, received, in_message, self._entries_of(g), entries)
         else:
@@ -176,7 +216,7 @@ class DistributedBatch:
     def _entries_of(self, g: int) -> Tensor:
         """Returns memory for the gradients of entries: uninitialised if each arrives once, zeros if they are resent."""
         if g not in self._entries:
-            lists = self._plan.groups[g]
+            lists = self._returns.groups[g]
             entries = self._memory.empty_rows(lists.num_entries, lists.group.dim, lists.group.dtype)
             self._entries[g] = entries if self._plan.window == "once" else entries.zero_()
         return self._entries[g]
@@ -184,12 +224,21 @@ class DistributedBatch:
     def _add_to_entries(self, g: int, entries: Tensor, rows: Tensor) -> None:
         self._memory.add_rows(self._entries_of(g), entries, rows, None, torch.inf, None)
 
-    def sum_gradients(self) -> list[Tensor | None]:
+    def sum_gradients(self) -> list[RowGradients | None]:
+        return self._sums([lists.sums for lists in self._returns.groups])
+
+    def sum_late_gradients(self) -> list[RowGradients | None]:
+        return self._sums([lists.late_sums for lists in self._returns.groups])
+
+    def _sums(self, sums: Sequence[KeySums | None]) -> list[RowGradients | None]:
         use_here(*self._entries.values())
-        sums: list[Tensor | None] = []
-        for g, lists in enumerate(self._plan.groups):
-            sums.append(None if lists.group.frozen else self._memory.sum_rows(self._entries_of(g), lists.sums))
-        return sums
+        gradients: list[RowGradients | None] = []
+        for g, (lists, keys) in enumerate(zip(self._returns.groups, sums, strict=True)):
+            if lists.group.frozen or keys is None:
+                gradients.append(None)
+            else:
+                gradients.append(RowGradients(self._memory.sum_rows(self._entries_of(g), keys.entries), keys.keys))
+        return gradients
 
     @contextmanager
     def _exchanged(
@@ -198,14 +247,14 @@ class DistributedBatch:
         outgoing: Outgoing,
         sent: MessageSizes,
         arriving: MessageSizes,
-        micro_batch: int,
+        part: int,
         meanwhile: Callable[[], None],
     ) -> Iterator[Tensor]:
         """Sends a message to all ranks and yields the received one, which is valid within the context."""
         if outgoing.ready is not None:
             outgoing.ready.synchronize()
-        received = self._memory.empty_message(arriving.num_bytes[micro_batch])
-        sizes = sent.sizes[micro_batch], arriving.sizes[micro_batch]
+        received = self._memory.empty_message(arriving.num_bytes[part])
+        sizes = sent.sizes[part], arriving.sizes[part]
         channel.all_to_all(outgoing.message, sizes[0], received, sizes[1], meanwhile)
         try:
             yield received
@@ -213,10 +262,10 @@ class DistributedBatch:
             self._memory.consumed(received)
 
 
-def _places_of(lists: GroupPlan, resident: ResidentRows) -> TravelList:
+def _places_of(rows_out: TravelList, resident: ResidentRows) -> TravelList:
     """Returns the places of the rows that an owner sends."""
     _, slots = resident.sent_from()
-    return lists.rows_out if slots is None else lists.rows_out.select(slots)
+    return rows_out if slots is None else rows_out.select(slots)
 
 
 class _Requester:
@@ -234,11 +283,14 @@ class _Requester:
         """Rows received so far, by position."""
         self._sums: Tensor | None = None
         """Gradients summed so far, by position."""
+        self._last: Tensor | None = None
+        """If rows are resent: gradient of the last micro-batch so far that has a position, by position."""
 
     def arriving(self, micro_batch: int) -> Tensor:
         """Returns the memory for the arriving rows of a micro-batch. A single micro-batch needs no other copy."""
         if not self._is_split:
-            self._rows[micro_batch] = self._empty(self._dedup.num_rows(micro_batch))
+            if micro_batch not in self._rows:  # else its early rows have arrived
+                self._rows[micro_batch] = self._empty(self._dedup.num_rows(micro_batch))
             return self._rows[micro_batch]
         if self._kept is None:
             self._kept = self._empty(len(self._dedup.keys))
@@ -267,9 +319,10 @@ class _Requester:
         return self._by_position(positions, gradient) if self._resends else self._sums
 
     def _by_position(self, positions: Tensor, gradient: Tensor) -> Tensor:
-        rows = self._empty(len(self._dedup.keys))
-        self._memory.copy_rows(gradient, None, rows, positions)
-        return rows
+        if self._last is None:
+            self._last = self._empty(len(self._dedup.keys))
+        self._memory.copy_rows(gradient, None, self._last, positions)
+        return self._last
 
     def _positions(self, micro_batch: int) -> Tensor:
         return self._dedup.row_positions[self._dedup.rows_of(micro_batch)]

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from nestpipe.device.streams import use_here
 from nestpipe.distributed import Notice
+from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import sum_limit
+from nestpipe.embedding.exchange import RowGradients, sum_limit
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_alone
 
@@ -30,14 +31,23 @@ class LocalExchange:
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
         return route_alone(batch, notice)
 
-    def plan(self, route: Route, window: str) -> Plan | None:
+    def compare(self, earlier: Route, later: Route, has_late: bool, num_threads: int) -> Crossing:
+        return Crossing([], [], 0)
+
+    def plan(
+        self, route: Route, window: str, early: list[Marks] | None = None, has_returns: bool = True
+    ) -> Plan | None:
+        return None
+
+    def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
         return None
 
     def agree(self, error: Exception | None) -> None:
         if error is not None:
             raise error
 
-    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows]) -> "LocalBatch":
+    def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows] | None) -> "LocalBatch":
+        assert resident is not None
         return LocalBatch(route.batch, resident, self._memory)
 
 
@@ -45,6 +55,7 @@ class LocalBatch:
     """See BatchExchange."""
 
     row_bytes = gradient_bytes = 0
+    has_late_gradients = False
 
     def __init__(self, batch: BatchDedup, resident: list[ResidentRows], memory: Memory) -> None:
         self.exceeds = memory.new_flag()
@@ -54,6 +65,11 @@ class LocalBatch:
         self._places = [self._places_of(dedup, rows) for dedup, rows in self._groups]
         self._rows: dict[int, list[Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
+
+    def send_early_rows(self) -> None: ...
+    def return_late_gradients(self) -> None: ...
+    def sum_late_gradients(self) -> list[RowGradients | None]:
+        return []
 
     def send_rows(self, micro_batch: int) -> None:
         self._rows[micro_batch] = [self._gather(g, micro_batch) for g in range(len(self._groups))]
@@ -100,6 +116,6 @@ class LocalBatch:
         places, is_first = dedup.row_positions[rows], dedup.is_first[rows]
         self._memory.add_rows(self._sums[g], places, gradient, is_first, limit, self.exceeds)
 
-    def sum_gradients(self) -> list[Tensor | None]:
+    def sum_gradients(self) -> list[RowGradients | None]:
         use_here(*self._sums.values())
-        return [self._sums.get(g) for g in range(len(self._groups))]
+        return [RowGradients(self._sums[g]) if g in self._sums else None for g in range(len(self._groups))]

@@ -1,0 +1,53 @@
+"""What a pipeline needs, by its options and its world."""
+
+from warnings import warn
+
+from nestpipe.distributed import World
+from nestpipe.embedding.budget import DeviceBudget
+from nestpipe.embedding.capacity import Capacity
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.row_pool import RowPool
+from nestpipe.pipelining.options import PipelineOptions
+from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED
+from nestpipe.store import Store
+
+
+def can_cross(world: World, options: PipelineOptions) -> bool:
+    """Returns whether rows and gradients may be exchanged across batches."""
+    if not options.cross_batch or options.stale:
+        return False
+    if world.issuer is not None and not world.has_reductions:
+        warn(
+            "cross_batch is off: collectives of DDP or FSDP are outside of the order in which one thread issues all "
+            "others on NCCL. To have it, sum dense gradients with a DenseReducer that is made before the pipeline",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def make_budget(
+    world: World, options: PipelineOptions, schedule: str, memory: Memory, is_crossing: bool
+) -> DeviceBudget | None:
+    if options.device_budget_bytes is None:
+        return None
+    return DeviceBudget(
+        options.device_budget_bytes,
+        memory,
+        is_windowed=schedule in WINDOWED,
+        is_overlapping=schedule in OVERLAPPING,
+        is_crossing=is_crossing,
+        is_staged=world.rows.is_staged,
+    )
+
+
+def pool_of(
+    world: World, options: PipelineOptions, features: FeatureGroups, store: Store, memory: Memory, pool: RowPool | None
+) -> RowPool:
+    """Returns the row pool of a store: that of an earlier pipeline, or a new one."""
+    if pool is not None and pool.store is store:
+        return pool
+    has_budget = options.device_budget_bytes is not None
+    capacity = Capacity(options.resident_bytes, world.device, world.num_sharing_device, not has_budget)
+    return RowPool(features.groups, store, memory, capacity)
