@@ -101,9 +101,9 @@ def test_every_line_of_exactness_has_its_test() -> None:
     from nestpipe.pipelining.schedule import SCHEDULES
 
     rows = re.findall(
-        r"^\| ([EIR]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/. ]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M
+        r"^\| ([EIRX]\d+) \|.*?\| ([a-z, ]+) \| `?([\w/. ]*)`? \|$", (ROOT / "docs/exactness.md").read_text(), re.M
     )
-    numbers = {"E": 4, "I": 15, "R": 10}
+    numbers = {"E": 4, "I": 15, "R": 10, "X": 5}
     assert [line for line, *_ in rows] == [f"{kind}{i + 1}" for kind, most in numbers.items() for i in range(most)]
     for line, schedules, file in rows:
         if set(schedules.split(", ")) & set(SCHEDULES):

@@ -108,11 +108,15 @@ class RowPool:
     def route(self, i: int) -> Work:
         """Settles the capacity for a batch and the one before it."""
         yield None
-        is_for_one = self.broken in ("capacity_of_one_batch", "wait_for_slots")
-        keys = self._keys(self._batches[i : i + 1] if is_for_one else self._in_flight(i))
-        self.seen["growth"] += len(keys) > self.slots.capacity
-        self.slots.grow(len(keys))
+        capacity = self.num_needed(i)
+        self.seen["growth"] += capacity > self.slots.capacity
+        self.slots.grow(capacity)
         self._batches[i].routed.done = True
+
+    def num_needed(self, i: int) -> int:
+        """Returns the slots that a batch and those in flight with it need."""
+        is_for_one = self.broken in ("capacity_of_one_batch", "wait_for_slots")
+        return len(self._keys(self._batches[i : i + 1] if is_for_one else self._in_flight(i)))
 
     def _in_flight(self, i: int) -> list[Batch]:
         """Returns the batch in training, if there is one, and the batch that is retrieved meanwhile."""
@@ -209,14 +213,18 @@ class RowPool:
 
     def _victims(self, i: int) -> list[int]:
         """Returns the slots that no batch in flight uses, in the order in which they are given up."""
-        oldest = self._in_flight(i)[0].number
-        if self.breaks("victims_from_batch_in_training"):
-            oldest = self._batches[i].number
-        if self.breaks("batch_before_fit_in_flight"):
-            oldest = self._batches[i].number - 1
+        oldest = self._oldest_in_flight(i)
         known = self.slots.known
         victims = [n for n in self.slots.index.values() if known[n].last_use < oldest]
         return sorted(victims, key=lambda n: (self.is_clean_first and known[n].is_dirty, known[n].last_use, n))
+
+    def _oldest_in_flight(self, i: int) -> int:
+        """Returns the number of the first batch whose slots are no victims."""
+        if self.breaks("victims_from_batch_in_training"):
+            return self._batches[i].number
+        if self.breaks("batch_before_fit_in_flight"):
+            return self._batches[i].number - 1
+        return self._in_flight(i)[0].number
 
     def _write_out(self, slots: Sequence[tuple[int, Slot]], stream: Stream, after_write: Callable[[int], None]) -> Work:
         """Copies records out of their slots and writes them to the store, in stretches."""

@@ -1,13 +1,14 @@
 """What the model of the row pool is made of: the store, slots, batches, and what happens in a fit."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.exactness.pool_model_time import Event
+from tests.exactness.pool_model_time import Event, RuleError
 
-Record = tuple[int, ...]
-"""The steps that have updated a row; a negative number is a write by others."""
+Record = tuple[Hashable, ...]
+"""The updates of a row. An update is its step; with several ranks, also the gradients that were summed. A negative
+number is a write by others."""
 Rows = dict[int, tuple[Record, int]]
 """Record and step of its last update, by key."""
 Keys = list[int] | None
@@ -99,6 +100,19 @@ class Slots:
     def release_taken(self) -> None:
         self.free += sorted(self.taken)
         self.taken.clear()
+
+    def check(self) -> None:
+        if len(self.free) + len(self.index) + len(self.taken) != self.capacity:
+            raise RuleError(f"lost slot: {self.free} free, {self.index} resident, {self.taken} taken")
+
+    def check_clean(self, store: Store) -> None:
+        """Checks what the host knows of the slots, between fits."""
+        if sorted([*self.free, *self.index.values()]) != list(range(self.capacity)):
+            raise RuleError(f"lost slot: {self.free} free, {self.index} resident, not {self.capacity} slots")
+        for key, number in self.index.items():
+            slot, (_, step) = self.known[number], store.rows.get(key, NEW)
+            if (slot.key, slot.step, slot.is_dirty, slot.is_stored) != (key, step, False, key in store.rows):
+                raise RuleError(f"wrong slot: {slot} has key {key}, and the store has its step {step}")
 
     def clear(self) -> None:
         self.free += self.index.values()

@@ -39,7 +39,7 @@ class Run:
             self.pool.close()
             num_applied = self._check_steps()
             self._check_newest(self._expected[num_applied])
-            self._check_slots()
+            self._slots.check_clean(self._store)
             untrained = [batch.keys for batch in self._batches if batch.updated is None or batch.is_masked][:2]
             self._first_step += num_applied
 
@@ -166,9 +166,7 @@ class Run:
     # ---- checks ----
 
     def _check_turn(self, actor: Actor) -> None:
-        slots = self._slots
-        if len(slots.free) + len(slots.index) + len(slots.taken) != slots.capacity:
-            raise RuleError(f"lost slot: {slots.free} free, {slots.index} resident, {slots.taken} taken")
+        self._slots.check()
         if actor is self._host_lane and not self._has_device:  # on a device, records depend on what has run
             self._check_newest(self._expected[self._num_steps])
 
@@ -190,13 +188,3 @@ class Run:
         if num_applied != expected:
             raise RuleError(f"wrong steps: {num_applied} were applied, not {expected}")
         return num_applied
-
-    def _check_slots(self) -> None:
-        """Checks what the host knows of the slots, between fits."""
-        slots = self._slots
-        if sorted([*slots.free, *slots.index.values()]) != list(range(slots.capacity)):
-            raise RuleError(f"lost slot: {slots.free} free, {slots.index} resident, not {slots.capacity} slots")
-        for key, number in slots.index.items():
-            slot, (_, step) = slots.known[number], self._store.rows.get(key, NEW)
-            if (slot.key, slot.step, slot.is_dirty, slot.is_stored) != (key, step, False, key in self._store.rows):
-                raise RuleError(f"wrong slot: {slot} has key {key}, and the store has its step {step}")
