@@ -20,8 +20,11 @@ light.LIGHT_SECONDS = 0.0
 
 TIMED = ("errors", "distributed")
 """Folders whose tests give other processes seconds to answer."""
-UNTIMED = ("test_backend.py", "test_channel.py", "test_environment.py", "test_issuer.py")
-"""Files of these folders that do not."""
+UNTIMED = (
+    *("test_agreed.py", "test_backend.py", "test_channel.py", "test_environment.py", "test_issuer.py"),
+    "test_shared_memory.py",
+)
+"""Files of these folders that do not, or mark those of their tests that do."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
