@@ -38,7 +38,10 @@ native: ## build the native library into the source tree; needs cmake and a C++1
 
 native-test: native ## run the native tests without sanitizers
 	@cmake --build build/native --parallel $(JOBS)
-	ctest --test-dir build/native --output-on-failure
+	ctest --test-dir build/native --parallel $(JOBS) --output-on-failure
+
+# Threads of torch would spin on cores that other tests need.
+test test-slow: export OMP_WAIT_POLICY := passive
 
 test: install native-test ## run all tests except those marked slow
 	$(BIN)/python -m pytest -m 'not slow and alone'
@@ -66,12 +69,12 @@ reference: install native ## write the reference of recipe keys and commands int
 asan: ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S . -B build/asan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=address,undefined >/dev/null
 	@cmake --build build/asan --parallel $(JOBS)
-	ctest --test-dir build/asan --output-on-failure
+	ctest --test-dir build/asan --parallel $(JOBS) --output-on-failure
 
 tsan: ## run the native tests under ThreadSanitizer
 	@cmake -S . -B build/tsan -DNESTPIPE_TESTS=ON -DNESTPIPE_SANITIZE=thread >/dev/null
 	@cmake --build build/tsan --parallel $(JOBS)
-	ctest --test-dir build/tsan --output-on-failure
+	ctest --test-dir build/tsan --parallel $(JOBS) --output-on-failure
 
 bench: install native ## run every benchmark and check its targets; needs an idle machine
 	$(BIN)/nestpipe bench store --json benchmarks/results/store.json --check

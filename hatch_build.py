@@ -18,7 +18,8 @@ class NativeBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        build = root / "build" / "wheel"
+        # An editable install builds where `make native` does, which then has nothing left to do.
+        build = root / "build" / ("native" if version == "editable" else "wheel")
         subprocess.run(["cmake", "-S", str(root), "-B", str(build)], check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
         build_data["artifacts"].append(LIBRARY)

@@ -61,14 +61,22 @@ def test_preparing_data_without_duckdb_names_the_extra(tmp_path: Path) -> None:
     assert "Traceback" not in prepared.stderr
 
 
-def test_import_needs_neither_safetensors_nor_the_compiler() -> None:
-    """Only checkpoints, kernels and compiled models do. Fails if a module of nestpipe/checkpoint imports safetensors at
-    its top, or if the Trainer's module imports nestpipe.embedding.traceable."""
-    absent = "safetensors", "triton", "torch._dynamo"
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); "
-    code += "import nestpipe, nestpipe.cli.main, nestpipe.checkpoint.tools.export, nestpipe.bench.h200.run"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+IMPORTS = """
+import sys
+sys.modules.update(dict.fromkeys(("safetensors", "triton", "torch._dynamo")))
+import nestpipe, nestpipe.cli.main
+print(*{name.split(".")[0] for name in sys.modules} & {"pyarrow", "duckdb"})
+import nestpipe.checkpoint.tools.export, nestpipe.bench.h200.run
+"""
+
+
+def test_what_is_imported_late() -> None:
+    """Only checkpoints, kernels and compiled models need safetensors, Triton and the compiler; help and the list of
+    data sets need neither PyArrow nor DuckDB. Fails if a module of nestpipe/checkpoint imports safetensors at its top,
+    if the Trainer's module imports nestpipe.embedding.traceable, or if a published data set imports DuckDB at its
+    top."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 @pytest.mark.parametrize(

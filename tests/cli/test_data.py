@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from typer.testing import CliRunner, Result
 from nestpipe.cli.data_progress import show_stages
 from nestpipe.cli.main import app
 from nestpipe.data.files.manifest import read_manifest
+from nestpipe.datasets.engine import Engine
 from nestpipe.datasets.published import published_formats
 from tests.cli.test_commands import quick_records
 
@@ -64,18 +64,11 @@ def test_help_and_refusals(tmp_path: Path) -> None:
     assert (refused.exit_code, "variants are kaggle, terabyte" in refused.stderr) == (2, True)
 
 
-def test_training_needs_no_engine() -> None:
-    """`import nestpipe` and the command line work where DuckDB is not installed; only prepare asks for it."""
-    code = (
-        "import sys; sys.modules['duckdb'] = None\n"
-        "import nestpipe, nestpipe.cli.main\n"
-        "from pathlib import Path\n"
-        "from nestpipe.datasets.engine import Engine\n"
-        "try: Engine(Path('x'))\n"
-        "except ValueError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "needs DuckDB; install it" in done.stdout
+def test_the_engine_is_asked_for_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_packaging.py shows that everything else works where DuckDB is not installed."""
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ValueError, match="needs DuckDB; install it"):
+        Engine(Path("x"))
 
 
 def test_a_terminal_has_a_bar() -> None:

@@ -3,7 +3,6 @@
 Fails, for example, if prepare.py or generate.py has a list of formats of its own, or if kuairand.py imports pyarrow.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,9 +66,3 @@ def test_a_new_data_set_needs_its_own_file_only(tmp_path: Path, monkeypatch: pyt
             published.register(published_formats()["news"])
     finally:
         sys.modules.pop("nestpipe.datasets.news", None)
-
-
-def test_listing_the_formats_imports_neither_pyarrow_nor_duckdb() -> None:
-    code = "import sys, nestpipe.cli.main; print(*{name.split('.')[0] for name in sys.modules} & {'pyarrow', 'duckdb'})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"

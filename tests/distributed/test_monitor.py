@@ -96,10 +96,10 @@ def stop(monitors: list[Monitor]) -> None:
 def test_one_request_a_second_and_rank() -> None:
     """Fails if Monitor._tick also reads when it writes."""
     store = CountingStore()
-    monitors = start(store, NUM_RANKS, timeout_seconds=5.0)  # shorter than the default, for more ticks in less time
+    monitors = start(store, NUM_RANKS, timeout_seconds=2.5)  # shorter than the default, for more ticks in less time
     store.num_requests.clear()
     started = time.monotonic()
-    time.sleep(3)
+    time.sleep(1.5)
     passed = time.monotonic() - started
     assert max(store.num_requests.values()) <= passed / monitors[0].tick_seconds + 1
     assert not any(monitor.failures for monitor in monitors)
@@ -119,10 +119,10 @@ def test_a_slow_rank_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
         for rank, activity in enumerate(activities):
             if rank != 4:
                 waits.enter_context(activity.doing("dense reduction", is_remote=True, is_caller=True))
-        monitors = start(store, 12, timeout_seconds=5.0, stall_seconds=5.0, activities=activities)
+        monitors = start(store, 12, timeout_seconds=2.5, stall_seconds=2.5, activities=activities)
         store.num_requests.clear()
         started = time.monotonic()
-        time.sleep(2.0)  # four times as long as a wait that is worth a line
+        time.sleep(1.0)  # four times as long as a wait that is worth a line
         assert max(store.num_requests.values()) <= (time.monotonic() - started) / monitors[0].tick_seconds + 1
         stop(monitors)
     lines = capfd.readouterr().err.splitlines()

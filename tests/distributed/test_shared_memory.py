@@ -102,6 +102,7 @@ def test_ranks_of_several_hosts_use_gloo() -> None:
 
 def leave(world: World) -> str:
     """Rank 0 sends the others a number. Rank 1 dies before it sends its own."""
+    world.watch.timeout_seconds = 3.0  # the shorter, the sooner two heartbeats show who is dead
     if world.rank == 1:
         os._exit(3)
     parts = torch.full((world.size, 1), world.rank)
@@ -110,6 +111,7 @@ def leave(world: World) -> str:
     return str(error.value)
 
 
+@pytest.mark.alone
 def test_a_rank_that_dies() -> None:
     """Fails if `advance` does not look for closed connections: the ranks then wait for the rank's next heartbeat."""
     begun = time.monotonic()
@@ -129,6 +131,7 @@ def send_and_leave(world: World) -> int:
     return int(received)
 
 
+@pytest.mark.alone
 def test_what_a_rank_sent_before_it_left() -> None:
     """Fails if `advance` looks for closed connections before it looks for the message."""
     assert run_fragile_ranks(2, send_and_leave, num_results=1) == {0: 7}

@@ -60,6 +60,8 @@ def lose_a_rank(world: World, kind: str, bad_rank: int, schedule: str) -> tuple[
     trainer.check_split = False
     batches = share_of(global_batches(CASE.steps), world)
     trainer.fit(batches[:BAD_STEP])
+    while world.watch._monitor.holder_beat is None:  # the report says when rank 0 was last seen
+        time.sleep(0.01)
     started, time_of_day = time.perf_counter(), time.time()
     try:
         trainer.fit(batches[BAD_STEP:])

@@ -16,8 +16,8 @@ from tests.exactness.cases import Case, global_batches, make_trainer, share_of
 from tests.ranks import run_fragile_ranks
 
 CASE = Case("adagrad", "pooled_sum", 2, steps=6, schedule="nested")
-TIMEOUT_SECONDS, STALL_SECONDS = 1.0, 8.0
-SLOW_SECONDS = 1.6
+TIMEOUT_SECONDS, STALL_SECONDS = 1.0, 6.0
+SLOW_SECONDS = 1.2
 """More than a tenth of STALL_SECONDS, after which ranks that wait say so."""
 
 

@@ -34,14 +34,17 @@ ALL = [
 
 def pairwise(cases: list[tuple[int, Case]]) -> list[tuple[int, Case]]:
     """Returns a small part of the product in which every pair of values occurs."""
-    chosen, covered = [], set()
-    for size, case in cases:
-        values = (("r", size), ("o", case.optimizer), ("l", case.layout), ("n", case.num_micro_batches))
-        pairs = set(itertools.combinations(values, 2))
-        if len(pairs - covered) >= 3 or (pairs - covered and len(chosen) > len(cases) // 2):
-            chosen.append((size, case))
-            covered |= pairs
+    chosen, missing = [], set.union(*map(pairs_of, cases))
+    while missing:
+        chosen.append(max(cases, key=lambda one: len(pairs_of(one) & missing)))
+        missing -= pairs_of(chosen[-1])
     return chosen
+
+
+def pairs_of(one: tuple[int, Case]) -> set[tuple[tuple[str, object], ...]]:
+    size, case = one
+    values = (("r", size), ("o", case.optimizer), ("l", case.layout), ("n", case.num_micro_batches))
+    return set(itertools.combinations(values, 2))
 
 
 def name_of(value: object) -> str:
@@ -81,7 +84,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() / expected.abs().max() < 1e-10
 
 
-FEW_STEPS = 15
+FEW_STEPS = 10
 WAYS = [(*one, ("inter", "nested")[i % 2]) for i, one in enumerate(pairwise(ALL))]
 """Each case with one schedule in addition to serial."""
 

@@ -1,7 +1,6 @@
 """A benchmark is found, and has its command, because its file is in the folder."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,8 +62,3 @@ def test_names_are_those_of_the_files() -> None:
     folder = Path(nestpipe.bench.__file__).parent
     files = {path.stem for path in folder.iterdir() if path.stem not in ("__init__", "__pycache__", "harness")}
     assert {benchmark.name for benchmark in find_benchmarks()} == files
-
-
-def test_help_does_not_load_the_engine_of_data_sets() -> None:
-    code = "import nestpipe.cli.main, sys; print([name for name in ('pyarrow', 'duckdb') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
