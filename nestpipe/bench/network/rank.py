@@ -43,11 +43,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rate")
     parser.add_argument("--burst-bytes", type=int)
+    parser.add_argument("--parts", nargs="+")
     parser.add_argument("--traces", type=Path)
     options = parser.parse_args()
     world = World.from_environment(device="cpu")
     bench = Bench(QUICK if options.quick else Size(), world, options.traces)
-    for record in bench.records(options.rate, options.burst_bytes):
+    for record in bench.records(options.rate, options.burst_bytes, options.parts):
         if world.rank == 0:
             print(json.dumps(record), flush=True)
     world.control.all_reduce_sum(torch.zeros(1))
@@ -69,14 +70,19 @@ class Bench:
         self.shares: Shares = shares_of(by_rank[:, :3].sum(0).tolist())
         self.smallest_exchange_bytes = int(by_rank[:, 3].min())
 
-    def records(self, rate: str, burst_bytes: int) -> Iterator[Record]:
+    def records(self, rate: str, burst_bytes: int, parts: list[str]) -> Iterator[Record]:
         yield self._link(rate, burst_bytes)
+        if "schedules" in parts:
+            yield from self._schedules()
+        if "overlap" in parts:
+            keys = QUICK_KEYS if self.size == QUICK else KeySize()
+            yield from OverlapPart(self.size, keys, self.world, self.threads).records()
+
+    def _schedules(self) -> Iterator[Record]:
         many = self.size.num_micro_batches
         ways = [Way("serial", 1), Way("serial", many), Way("inter", 1), Way("nested", many)]
         yield from self._compare("paced", [*ways, Way("intra", many), Way("nested", many, "resend")])
         yield from self._compare("real", ways)
-        keys = QUICK_KEYS if self.size == QUICK else KeySize()
-        yield from OverlapPart(self.size, keys, self.world, self.threads).records()
 
     def _link(self, rate: str, burst_bytes: int) -> Record:
         """Measures megabytes per second in one direction: if only rank 0 sends, and if both ranks do."""

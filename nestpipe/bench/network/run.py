@@ -19,6 +19,8 @@ from nestpipe.bench.harness.report import Record
 
 BURST_BYTES = 32768
 """Bytes that a host may send at once, faster than its rate. The smallest exchange must be at least 8 times as large."""
+PARTS = ("schedules", "overlap")
+"""The schedules next to each other, and exchange across batches."""
 GRACE_SECONDS = 5.0
 """Time that the other ranks have to end, after one has failed. They learn of the failure and report it themselves."""
 
@@ -30,6 +32,7 @@ def records(
     rate: Annotated[
         str, typer.Option("--rate", help="Rate of the link between them, each way, in the notation of tc.")
     ] = "1gbit",
+    part: Annotated[str | None, typer.Option("--part", help="Only this part: schedules or overlap.")] = None,
     traces: Annotated[
         Path | None,
         typer.Option("--traces", help="Folder for traces of serial and nested, which `nestpipe report` draws."),
@@ -38,7 +41,9 @@ def records(
     check_possible(hosts, rate)
     if traces is not None and not traces.is_dir():
         raise ValueError(f"the folder {traces} of --traces does not exist")
-    return _records(quick, rate, traces)
+    if part not in (None, *PARTS):
+        raise ValueError(f"part is {part!r}; there are {' and '.join(PARTS)}")
+    return _records(quick, rate, [part] if part is not None else PARTS, traces)
 
 
 BENCHMARK = Benchmark(
@@ -46,8 +51,8 @@ BENCHMARK = Benchmark(
 )
 
 
-def _records(quick: bool, rate: str, traces: Path | None) -> Iterator[Record]:
-    arguments = [*(["--quick"] if quick else []), f"--rate={rate}", f"--burst-bytes={BURST_BYTES}"]
+def _records(quick: bool, rate: str, parts: Sequence[str], traces: Path | None) -> Iterator[Record]:
+    arguments = [*(["--quick"] if quick else []), f"--rate={rate}", f"--burst-bytes={BURST_BYTES}", "--parts", *parts]
     arguments += [] if traces is None else [f"--traces={traces.resolve()}"]
     with (
         linked_hosts(rate, BURST_BYTES) as hosts,
