@@ -32,10 +32,16 @@ limit_seconds = 50.0
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout: float | None = None, device: str = "cpu"
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float | None = None,
+    device: str = "cpu",
+    **options: Any,
 ) -> list[Any]:
-    """Returns function(world, *arguments) of each rank. The function must be at module level."""
-    ranks, results = _start(size, function, arguments, device)
+    """Returns function(world, *arguments) of each rank. The function must be at module level. options: those of
+    World.from_environment."""
+    ranks, results = _start(size, function, arguments, {"device": device, **options})
     try:
         pickled = dict(results.get(timeout=timeout or limit_seconds) for _ in ranks)
     except BaseException:  # a rank hangs: do not wait for it again
@@ -67,14 +73,16 @@ def run_fragile_ranks(
 
 
 def _start(
-    size: int, function: Callable[..., Any], arguments: tuple[Any, ...], device: str = "cpu"
+    size: int, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any] | None = None
 ) -> tuple[list[Any], Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = _CONTEXT.Queue()
     ranks = [
-        _CONTEXT.Process(target=_run, args=(rank, size, port, results, function, arguments, device))
+        _CONTEXT.Process(
+            target=_run, args=(rank, size, port, results, function, arguments, options or {"device": "cpu"})
+        )
         for rank in range(size)
     ]
     for rank in ranks:
@@ -89,7 +97,7 @@ def _run(
     results: Any,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    device: str,
+    options: dict[str, Any],
 ) -> None:
     import torch
 
@@ -100,7 +108,7 @@ def _run(
     light.LIGHT_SECONDS = 0.0  # batches are small, but most tests are about lanes
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        world = World.from_environment(device=device)
+        world = World.from_environment(**options)
         results.put((rank, pickle.dumps((True, function(world, *arguments)))))  # by value: this process ends
         world.close()
     except BaseException:

@@ -15,14 +15,20 @@ class Moment:
     only_rank: int | None = None
     """The only rank that calls it; None if all ranks do."""
     is_rare: bool = False
-    """Whether it depends on the speed of the machine that it is reached at all."""
+    """Whether it depends on the speed of the machine, or on the schedule, that it is reached at all."""
 
 
 def _methods(target: str, names: tuple[str, ...]) -> tuple[Moment, ...]:
     return tuple(Moment(name, f"{target}.{name}") for name in names)
 
 
+CROSSING = tuple(
+    Moment(name, f"nestpipe.pipelining.stages:Stages.{name}", is_rare=True)
+    for name in ("send_early_rows", "return_late_gradients", "late_update")
+)
+"""Of nested among several ranks."""
 STAGE_MOMENTS = (
+    *CROSSING,
     *_methods("nestpipe.pipelining.stages:Stages", ("prefetch", "upload", "route", "retrieve", "begin", "send_rows")),
     Moment("dense", "nestpipe.bench.faults.clicks:NoisyDLRM.predict"),
     *_methods("nestpipe.pipelining.stages:Stages", ("return_gradients",)),
