@@ -29,8 +29,8 @@ does not need are returned then. b, b+1 and b-1 have their rows resident; digits
     compute   |             | dense 0      | dense 1         |          | reduce commit sum_gradients update
     gradients |             | return_late_gradients b-1 | late_update b-1 | return_gradients 0 | return_gradients 1 |
 
-return_gradients waits for route b+1, which tells which gradients are late. If one thread issues all collectives, which
-it must not begin before retrieve b+1 is done, send_early_rows comes before the last dense instead.
+return_gradients waits for route b+1, which tells which gradients are late. If one thread issues all collectives, all of
+its later operations wait for retrieve b+1, too; so send_early_rows comes half-way through the micro-batches instead.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
@@ -137,7 +137,7 @@ def _across(num_micro_batches: int, has_issuer: bool) -> Iterator[Op]:
         yield from _admit(batch + 2, after=(first.name,))
         yield from rows
         for i in range(num_micro_batches):
-            if i == (num_micro_batches - 1 if has_issuer else 0):
+            if i == (num_micro_batches // 2 if has_issuer else 0):
                 yield _send_early(batch + 1)
             yield Op("dense", COMPUTE, batch, i, waits_for=(("send_rows", batch, i),))
             yield _overlapped("return_gradients", batch, i, waits_for=(("dense", batch, i), ("route", batch + 1, -1)))
