@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from nestpipe import __version__
 from nestpipe.cli.simulate_show import keys_table, predictions_table, records_table
@@ -23,7 +22,7 @@ from nestpipe.simulator.trace_out import write_simulated_trace
 from nestpipe.simulator.trace_times import read_trace_times
 from nestpipe.simulator.ways import all_ways
 
-LEAST_WIDTH = 110
+LEAST_WIDTH = 120
 """Columns of the widest table."""
 
 
@@ -118,10 +117,13 @@ def _predict(traces: Sequence[Path], cluster: Cluster | None, console: Console) 
             f"{fitted.step_ms:,.1f} ms a step; fit error {error:+.1%}",
             highlight=False,
         )
-    num = None if cluster is None else cluster.batch.num_micro_batches
+    num = max(fitted.num_micro_batches for fitted in fits)
+    if cluster is not None or num == 1:
+        num = (cluster or Cluster()).batch.num_micro_batches
     predicted = predictions(fits, num, 0.0 if cluster is None else cluster.pool.hit_rate)
-    table: Table = predictions_table(predicted, fits)
-    console.print(table)
+    console.print(predictions_table(predicted, fits))
+    if all(fitted.num_micro_batches != num for fitted in fits):
+        console.print(f"no trace has {num} micro-batches: taken as equal parts, with no cost of splitting")
     return [
         *(
             {"trace": fitted.name, "schedule": fitted.schedule, "step_ms": fitted.step_ms, "fit_error": error}

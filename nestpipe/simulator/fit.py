@@ -114,14 +114,12 @@ def fit_error(fitted: Fitted) -> float:
     return predict([fitted], fitted.schedule, fitted.num_micro_batches).step_ms / fitted.step_ms - 1
 
 
-def predictions(
-    fits: Sequence[Fitted], num_micro_batches: int | None = None, hit_rate: float = 0.0
-) -> dict[tuple[str, int], Result]:
-    """Returns what every schedule would take, by schedule and number of micro-batches."""
-    most = num_micro_batches or max(fitted.num_micro_batches for fitted in fits)
-    unsplit = {fitted.num_micro_batches for fitted in fits} | {most}
+def predictions(fits: Sequence[Fitted], num_micro_batches: int, hit_rate: float = 0.0) -> dict[tuple[str, int], Result]:
+    """Returns what every schedule would take, by schedule and number of micro-batches. Those without overlapping
+    exchanges are predicted for the numbers of the runs, too."""
+    numbers = {fitted.num_micro_batches for fitted in fits} | {num_micro_batches}
     return {
         (schedule, num): predict(fits, schedule, num, hit_rate)
         for schedule in SCHEDULES
-        for num in ([most] if schedule in WINDOWED else sorted(unsplit))
+        for num in ([num_micro_batches] if schedule in WINDOWED else sorted(numbers))
     }

@@ -36,12 +36,13 @@ def sum_up(played: Played) -> Result:
     for step in counted:
         for stage, times in played.stages[step].items():
             parts[field_of(stage)] += float(times.mean()) / len(counted)
+    whole = range(first, max(first + 1, steps - 1))  # the last batch may be written back after the end
     busy = dict.fromkeys(LANES, 0.0)
     for (lane, batch), times in played.busy.items():
-        if batch in counted:
-            busy[lane] = busy.get(lane, 0.0) + float(times.mean())
-    shares = {lane: worked / float(np.mean(spent)) for lane, worked in busy.items()}
-    return Result(float(spent.max()) / len(counted), parts, shares)
+        if batch in whole:
+            busy[lane] = busy.get(lane, 0.0) + float(times.mean()) / len(whole)
+    mean_ms = float(np.mean(spent)) / len(counted)
+    return Result(float(spent.max()) / len(counted), parts, {lane: ms / mean_ms for lane, ms in busy.items()})
 
 
 def field_of(stage: str) -> str:

@@ -1,7 +1,7 @@
 """`bench simulate`: how far the simulator's predictions are from steps that were measured, and from published ones.
 
-This module makes two hosts and starts the ranks. The ranks run simulate/rank.py, which writes traces of serial runs. Costs
-that are fitted to these predict the other schedules, whose steps are measured but not used.
+This module makes two hosts and starts the ranks. The ranks run simulate/rank.py, which writes traces of serial runs.
+Costs that are fitted to these predict the other schedules, whose steps are measured but not used.
 """
 
 import json
