@@ -1,7 +1,8 @@
 """Costs that are fitted to real runs: to traces, or to the times of a summary.
 
 A trace has the times of several steps on every rank. Simulated steps take them in turn, so they vary as those did: a
-slow rank makes others wait in its next collective. The time of a collective itself is that of the rank which came last.
+slow rank makes others wait in its next collective. The time of a collective itself is counted from when the last rank
+came to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,17 @@ class Fitted:
     step_ms: float
     """Step that was measured."""
     stages: Mapping[Place, Times]
-    """Milliseconds of each stage: a line for each step, a column for each rank."""
+    """Milliseconds of each stage: a line for each step, a column for each rank; of a collective, equal numbers."""
 
 
 def fit(times: TraceTimes) -> Fitted:
     """Returns the costs that a trace shows. What no span covers counts as other work at the end of a step."""
     other = times.stages.get(("other", -1), 0.0) + times.rest_ms
     stages = {**times.stages, ("other", -1): other}
+    if times.num_ranks > 1:
+        for place in stages:
+            if place[0] in COLLECTIVES:
+                stages[place] = np.repeat(times.together_ms[place][:, None], times.num_ranks, axis=1)
     return Fitted(times.name, times.schedule, times.num_ranks, times.num_micro_batches, times.step_ms, stages)
 
 

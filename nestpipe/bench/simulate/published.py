@@ -169,12 +169,12 @@ def _additions(cluster: Cluster) -> Iterator[Record]:
     once = replace(cluster, batch=replace(cluster.batch, head_share=HEAD_SHARE, tail_share=HEAD_SHARE))
     resident = replace(once, pool=PoolSection(HIT_RATE))
     cases = {
-        "NestPipe's method": (cluster, _way("nested")),
-        "send-once and clustering": (once, _way("nested")),
-        "resident rows": (resident, _way("nested")),
+        "method": (cluster, _way("nested")),
+        "send-once": (once, _way("nested")),
+        "resident-rows": (resident, _way("nested")),
     }
     if has_cross_batch():
-        cases["exchange across batches"] = resident, Way("nested-cross-batch", "nested", cross_batch=True)
+        cases["cross-batch"] = resident, Way("nested-cross-batch", "nested", cross_batch=True)
     for name, (changed, way) in cases.items():
         few, many = (result_of(changed, num, way) for num in (FEW, MANY))
         yield {
