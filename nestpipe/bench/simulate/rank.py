@@ -34,7 +34,9 @@ class Effort:
     traced_steps: int
 
 
-EFFORTS = {"paced": Effort(5, 2, 7), "real": Effort(2, 0, 6)}
+SIZE = Size(dim=256)
+"""Half the columns of `bench network`, so that all of it takes two minutes."""
+EFFORTS = {"paced": Effort(7, 2, 8), "real": Effort(3, 0, 8)}
 QUICK_EFFORT = Effort(1, 1, 4)
 
 
@@ -45,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     world = World.from_environment(device="cpu")
     torch.set_num_threads(max(1, usable_cores() // world.size))
-    size = QUICK if options.quick else Size()
+    size = QUICK if options.quick else SIZE
     for compute, effort in EFFORTS.items():
         for record in _records(size, QUICK_EFFORT if options.quick else effort, compute, world, options.traces):
             if world.rank == 0:
