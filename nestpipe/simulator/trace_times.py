@@ -12,6 +12,9 @@ from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.report.trace import IN_FOLDER, RankTrace, Span, read_trace
 from nestpipe.simulator.work import Times
 
+ACROSS = ("send_early_rows", "return_late_gradients")
+"""Stages that exchange rows across the boundary of two batches. Which rows they have depends on both."""
+
 Place = tuple[str, int]
 """Stage and micro-batch; -1 stands for the whole batch."""
 
@@ -41,6 +44,8 @@ def read_trace_times(path: Path) -> TraceTimes:
     """Raises ValueError for a file that is no trace, or one with fewer than 4 steps."""
     offsets = _offsets(path)
     ranks = [read_trace(path, rank) for rank in offsets]
+    if any(span.stage in ACROSS for span in ranks[0].spans):
+        raise ValueError(f"{path} shows exchange across batches, from which no other schedule follows; trace serial")
     starts = [_starts(rank) for rank in ranks]
     whole = [batch for batch in sorted(starts[0])[1:-1] if all(batch in s and batch + 1 in s for s in starts)]
     if len(whole) < 2:

@@ -78,6 +78,10 @@ def test_traces_that_are_refused(tmp_path: Path) -> None:
     write_simulated_trace(replace(cluster, run=replace(cluster.run, steps=2)), 2, Way("serial", "serial"), path)
     with pytest.raises(ValueError, match=r"has 3 steps; to fit costs, trace at least 4: --trace-steps A:B"):
         read_trace_times(path)
+    write_simulated_trace(cluster, 2, Way("intra", "intra"), path)
+    path.write_text(path.read_text().replace('"send_rows"', '"send_early_rows"'))
+    with pytest.raises(ValueError, match=r"shows exchange across batches, .* trace serial"):
+        read_trace_times(path)
 
 
 def test_a_summary_predicts_too() -> None:
