@@ -138,7 +138,7 @@ def test_jitter_depends_on_the_operation_and_the_seed_alone() -> None:
 
 
 def across(schedule: str, num: int, steps: int | None = None, cross_batch: bool = False) -> Iterator[Op]:
-    """The trainer's list, with early rows and late gradients put in, as 09-core describes them."""
+    """The trainer's list, with early rows and late gradients put in before the first dense part."""
     for op in trainer.operations(schedule, num, steps):
         if cross_batch and op.stage == "dense" and op.micro_batch == 0 and op.batch:
             yield Op("return_late_gradients", "gradients", op.batch - 1)
