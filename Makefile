@@ -63,7 +63,7 @@ lint: install ## check formatting and types only
 docs: .venv/installed-slow ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-reference: install native ## write the reference of recipe keys and commands into docs/reference
+reference: install native ## write the reference of keys and commands into docs/reference
 	$(BIN)/python -m nestpipe.cli.reference docs/reference
 
 asan: ## run the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -91,6 +91,7 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(BIN)/nestpipe bench checkpoint --json benchmarks/results/checkpoint.json --check
 	$(BIN)/nestpipe bench faults --count 200 --json benchmarks/results/faults.json --check
 	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
+	$(BIN)/nestpipe bench simulate --json benchmarks/results/simulate.json --check
 	$(BIN)/nestpipe bench paper --json benchmarks/results/paper.json --report docs --check
 
 bench-peer: install native ## compare with TorchRec; makes an environment for it on first use; needs root, an idle machine

@@ -30,11 +30,24 @@ ALLOWED = {
         *("data", "distributed"),
     },
     "report": set(),
+    "simulator": {"recipe", "report", "pipelining"},
     "cli": {
-        *("bench", "recipe", "report", "train", "checkpoint", "pipelining", "datasets", "data", "distributed", "store")
+        *("bench", "simulator", "recipe", "report", "train", "checkpoint", "pipelining", "datasets", "data"),
+        *("distributed", "store"),
     },
     "bench": {
-        *("recipe", "evaluation", "train", "checkpoint", "models", "ops", "pipelining", "embedding", "datasets"),
+        *(
+            "simulator",
+            "recipe",
+            "evaluation",
+            "train",
+            "checkpoint",
+            "models",
+            "ops",
+            "pipelining",
+            "embedding",
+            "datasets",
+        ),
         *("data", "device", "distributed", "store"),
     },
     "": {"data", "distributed", "embedding", "evaluation", "pipelining", "store", "train", "cli"},

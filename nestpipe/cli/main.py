@@ -11,6 +11,7 @@ from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.list import list_entries
 from nestpipe.cli.report import report
+from nestpipe.cli.simulate import simulate
 from nestpipe.cli.train import train
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app.command()(train)
 app.command()(evaluate)
 app.command(name="list")(list_entries)
 app.command()(report)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")

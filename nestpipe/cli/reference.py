@@ -1,11 +1,11 @@
-"""Writes the reference of recipe keys and commands as Markdown, from the code that reads them.
+"""Writes the reference of recipe keys, cluster keys and commands as Markdown, from the code that reads them.
 
 python -m nestpipe.cli.reference docs/reference
 """
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,8 @@ from typer.core import TyperGroup
 from nestpipe.cli.main import app
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.text import describe
+from nestpipe.simulator import cluster_text
+from nestpipe.simulator.cluster import Cluster
 
 MARK = "<!-- `make reference` writes this file. Do not edit it. -->"
 HIDDEN = {"--help", "--install-completion", "--show-completion"}
@@ -31,14 +33,27 @@ def keys_page() -> str:
         "`nestpipe train --list-keys` prints the same list. `--set SECTION.KEY=VALUE` changes one key on the command "
         "line.\n",
     ]
-    sections = get_type_hints(Config)
-    for section, rows in groupby(describe(), key=lambda row: row[0].split(".")[0]):
+    return "\n".join([*parts, *_key_tables(describe(), get_type_hints(Config))])
+
+
+def cluster_page() -> str:
+    """Returns a page with a table of keys for each section of a cluster file."""
+    parts = [
+        f"# Cluster keys\n\n{MARK}\n",
+        "Every key of a file of `nestpipe simulate` ([What would it take on a cluster?](../simulator.md)), by section. "
+        "The defaults are the default cluster. `nestpipe simulate --list-keys` prints the same list.\n",
+    ]
+    return "\n".join([*parts, *_key_tables(cluster_text.describe(), get_type_hints(Cluster))])
+
+
+def _key_tables(described: Sequence[tuple[str, str, str, str]], sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table for each section."""
+    for section, rows in groupby(described, key=lambda row: row[0].split(".")[0]):
         header = f"[[{section}]]" if section == "tables" else f"[{section}]"
-        parts.append(f"## `{header}`\n\n{_section_text(sections[section])}| key | meaning | default | type |")
-        parts[-1] += "\n| --- | --- | --- | --- |"
-        parts += [_row(f"`{key}`", *map(_cell, (meaning, default, kind))) for key, kind, default, meaning in rows]
-        parts.append("")
-    return "\n".join(parts)
+        yield f"## `{header}`\n\n{_section_text(sections[section])}| key | meaning | default | type |"
+        yield "| --- | --- | --- | --- |"
+        yield from (_row(f"`{key}`", *map(_cell, (meaning, default, kind))) for key, kind, default, meaning in rows)
+        yield ""
 
 
 def _section_text(hint: Any) -> str:
@@ -105,7 +120,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES = {"keys.md": keys_page, "commands.md": commands_page}
+PAGES = {"keys.md": keys_page, "cluster.md": cluster_page, "commands.md": commands_page}
 
 
 def main(folder: Path) -> None:

@@ -34,7 +34,8 @@ def write_trace(
 
     Rank 0 writes the file. It records `steps`, the steps that were asked for, and numbers `about` the run.
     """
-    texts = world.control.share_text(json.dumps(_events(spans, world.rank)))
+    offset_ns = time.time_ns() - time.perf_counter_ns()  # clocks of several hosts agree in wall time only
+    texts = world.control.share_text(json.dumps(events_of(spans, world.rank, offset_ns)))
     if world.rank > 0:
         return
     events = [event for text in texts for event in json.loads(text)]
@@ -45,12 +46,12 @@ def write_trace(
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
 
 
-def _events(spans: Sequence[Span], rank: int) -> list[dict[str, Any]]:
+def events_of(spans: Sequence[Span], rank: int, offset_ns: int) -> list[dict[str, Any]]:
+    """Returns the process of a rank. offset_ns: added to the times of the spans."""
     lanes = sorted({span.lane for span in spans}, key=LANES.index)
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
     for track, lane in enumerate(lanes):
         events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": lane}})
-    offset = time.time_ns() - time.perf_counter_ns()  # clocks of several hosts agree in wall time only
     for span in spans:
         events.append(
             {
@@ -59,7 +60,7 @@ def _events(spans: Sequence[Span], rank: int) -> list[dict[str, Any]]:
                 "cat": span.lane,
                 "pid": rank,
                 "tid": lanes.index(span.lane),
-                "ts": (span.begin_ns + offset) / 1e3,
+                "ts": (span.begin_ns + offset_ns) / 1e3,
                 "dur": (span.end_ns - span.begin_ns) / 1e3,
                 "args": {"batch": span.batch, "micro_batch": span.micro_batch},
             }

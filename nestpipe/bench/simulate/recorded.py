@@ -1,0 +1,59 @@
+"""Predictions for the runs on an H200 whose results are on record.
+
+No trace of them is on record, only the summary of each run. Costs come from that of the serial run; the times of the
+other schedules are held out. What a summary does not tell: the stages of a look-up one by one, the share of them that
+runs Python, and how ranks that share a device slow each other down.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nestpipe.bench.harness.report import Record
+from nestpipe.simulator.fit import fit_summary, predict
+
+FILES = ("h200-one-rank", "h200-models", "h200-four-ranks")
+CASE = ("num_distinct", "model", "recipe", "window")
+"""Fields in which the runs of a file differ, the schedule and the number of micro-batches aside."""
+LEAST_DENSE_MS = 20.0
+"""Dense part of models for which the error has a limit. Of smaller models most of a step is Python, of which the
+threads of a process do one thing at a time; no summary says how much each stage has."""
+
+
+def recorded_records(results: Path) -> Iterator[Record]:
+    """Yields a record for each run that a serial run of the same case predicts."""
+    for name in FILES:
+        runs = [r for r in json.loads((results / f"{name}.json").read_text())["records"] if _is_run(r)]
+        for run in runs:
+            serial = _serial_of(run, runs)
+            if serial is not None and run["schedule"] != "serial":
+                yield _predicted(name, run, serial)
+
+
+def _is_run(record: Mapping[str, Any]) -> bool:
+    return all(name in record for name in ("schedule", "step_ms", "dense_ms", "exposed_lookup_ms"))
+
+
+def _case(run: Mapping[str, Any]) -> tuple[object, ...]:
+    return tuple(run.get(name) for name in CASE)
+
+
+def _serial_of(run: Mapping[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    num = "num_micro_batches"
+    like = [r for r in runs if r["schedule"] == "serial" and _case(r) == _case(run) and r.get(num) == run.get(num)]
+    return like[0] if like else None
+
+
+def _predicted(name: str, run: Mapping[str, Any], serial: Mapping[str, Any]) -> Record:
+    num_ranks, num = int(run.get("ranks", 1)), int(run.get("num_micro_batches", 1))
+    fitted = fit_summary(name, {"num_micro_batches": 1, **serial}, num_ranks)
+    step_ms = predict([fitted], str(run["schedule"]), num, float(run.get("hit_rate", 0.0))).step_ms
+    error = abs(step_ms / float(run["step_ms"]) - 1)
+    is_limited = num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS
+    return {
+        **{"table": "h200", "file": name, **{field: run[field] for field in CASE if field in run}},
+        **{"schedule": run["schedule"], "num_micro_batches": num, "ranks": num_ranks},
+        **{"serial_step_ms": serial["step_ms"], "measured_step_ms": run["step_ms"], "predicted_step_ms": step_ms},
+        ("step_error" if is_limited else "unlimited_step_error"): error,
+    }

@@ -1,0 +1,188 @@
+"""Costs of the stages on a cluster: one function for each stage, found by the stage's name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op
+from nestpipe.simulator.cluster import Cluster
+from nestpipe.simulator.network import Exchange, all_reduce, all_to_all
+from nestpipe.simulator.work import Cost, Way, Work
+
+KEY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated: a cluster, a number of workers of it, and a way of training."""
+
+    cluster: Cluster
+    num_workers: int
+    way: Way
+    num_micro_batches: int
+
+    @property
+    def group_size(self) -> int:
+        """Workers among which rows travel."""
+        return max(1, self.num_workers // self.way.num_groups)
+
+    def by_workers(self, name: str) -> float:
+        section = self.cluster.by_workers
+        return float(np.interp(self.num_workers, section.workers, getattr(section, name)))
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cluster.pool.hit_rate if self.way.schedule in OVERLAPPING else 0.0
+
+
+def costs_on(case: Case) -> Cost:
+    """Returns the cost of every operation. An operation of an unknown stage raises ValueError."""
+    made: dict[tuple[str, int], Work] = {}
+
+    def cost(op: Op) -> Work:
+        place = op.stage, op.micro_batch
+        if place not in made:
+            if op.stage not in STAGE_COSTS:
+                raise ValueError(f"there is no cost of stage {op.stage!r}; add it to STAGE_COSTS in {__name__}")
+            made[place] = STAGE_COSTS[op.stage](case, op)
+        return made[place]
+
+    return cost
+
+
+def _prefetch(case: Case, op: Op) -> Work:
+    return Work(case.cluster.host.read_ms + case.by_workers("dedup_ms") * _planned(case))
+
+
+def _upload(case: Case, op: Op) -> Work:
+    return Work(case.cluster.batch.input_mb / case.cluster.host.pcie_gb_per_second)
+
+
+def _route(case: Case, op: Op) -> Work:
+    exchange = _all_to_all(case, case.cluster.batch.keys * KEY_BYTES)
+    return _collective(exchange, case.by_workers("route_ms") * _planned(case))
+
+
+def _retrieve(case: Case, op: Op) -> Work:
+    return Work(_host_ms(case, case.cluster.host.gather_gb_per_second))
+
+
+def _write_back(case: Case, op: Op) -> Work:
+    host = case.cluster.host
+    return Work(host.written_share * _host_ms(case, host.scatter_gb_per_second))
+
+
+def _begin(case: Case, op: Op) -> Work:
+    copies = case.way.schedule in OVERLAPPING and not case.way.is_stale
+    return Work(case.cluster.dense.sync_ms if copies else 0.0)
+
+
+def _send_rows(case: Case, op: Op) -> Work:
+    batch = case.cluster.batch
+    share = _part(case, op.micro_batch, 0, batch.head_share, batch.head_overlap)
+    return _collective(_all_to_all(case, share * _row_bytes(case)))
+
+
+def _return_gradients(case: Case, op: Op) -> Work:
+    batch = case.cluster.batch
+    share = _part(case, op.micro_batch, case.num_micro_batches - 1, batch.tail_share, batch.tail_overlap)
+    return _collective(_all_to_all(case, share * _row_bytes(case)))
+
+
+def _across_batches(case: Case, op: Op) -> Work:
+    """Rows of the next batch, or gradients of the last, that no other batch shares."""
+    return _collective(_all_to_all(case, (1 - case.cluster.batch.key_overlap) * _row_bytes(case)))
+
+
+def _dense(case: Case, op: Op) -> Work:
+    dense, num = case.cluster.dense, case.num_micro_batches
+    if op.micro_batch < 0:
+        return Work(dense.optimizer_ms)
+    return Work((dense.ms + (num - 1) * dense.split_ms) / num)
+
+
+def _reduce(case: Case, op: Op) -> Work:
+    dense = case.cluster.dense
+    exchange = all_reduce(case.cluster.network, case.num_workers, dense.parameters_mb * 1e6)
+    shown = 1 - (dense.hidden_reduce_share if case.way.schedule in WINDOWED else 0.0)
+    added_ms = case.by_workers("reduce_ms")
+    return Work(0.0, True, exchange.latency_ms + added_ms, shown * exchange.transfer_ms)
+
+
+def _commit(case: Case, op: Op) -> Work:
+    return _collective(all_reduce(case.cluster.network, case.num_workers, 0.0))
+
+
+def _update(case: Case, op: Op) -> Work:
+    share = case.cluster.batch.key_overlap if case.way.cross_batch else 1.0
+    sync_ms = case.cluster.two_d.sync_ms if case.way.num_groups > 1 else 0.0
+    return Work(share * case.cluster.dense.row_update_ms + sync_ms)
+
+
+def _late_update(case: Case, op: Op) -> Work:
+    return Work((1 - case.cluster.batch.key_overlap) * case.cluster.dense.row_update_ms)
+
+
+def _nothing(case: Case, op: Op) -> Work:
+    return Work()
+
+
+STAGE_COSTS: Mapping[str, Callable[[Case, Op], Work]] = {
+    "prefetch": _prefetch,
+    "upload": _upload,
+    "route": _route,
+    "retrieve": _retrieve,
+    "begin": _begin,
+    "send_rows": _send_rows,
+    "dense": _dense,
+    "return_gradients": _return_gradients,
+    "reduce": _reduce,
+    "commit": _commit,
+    "sum_gradients": _nothing,  # counted in update
+    "update": _update,
+    "write_back": _write_back,
+    "other": _nothing,
+    "send_early_rows": _across_batches,
+    "return_late_gradients": _across_batches,
+    "late_update": _late_update,
+}
+
+
+def _part(case: Case, micro_batch: int, place: int, share: float | None, overlap: float | None) -> float:
+    """Returns the share of a batch's rows that travel with a micro-batch. place: the micro-batch that has `share`, of
+    which `overlap` is shared with the neighbouring batch. Across batches, only shared rows travel in this way."""
+    batch, num = case.cluster.batch, case.num_micro_batches
+    if batch.window == "resend":
+        return (1.0 if num == 1 else batch.resend_growth) / num
+    share = 1 / num if share is None or num == 1 else share
+    total = 1.0
+    if case.way.cross_batch:
+        total = batch.key_overlap
+        share *= total if overlap is None or num == 1 else overlap
+    return share if micro_batch == place else max(0.0, total - share) / (num - 1)
+
+
+def _row_bytes(case: Case) -> float:
+    """Returns the bytes of the rows of a batch: those of its gradients, too."""
+    return case.cluster.batch.keys * case.cluster.row_bytes
+
+
+def _all_to_all(case: Case, num_bytes: float) -> Exchange:
+    return all_to_all(case.cluster.network, case.group_size, num_bytes, case.way.exchange)
+
+
+def _collective(exchange: Exchange, local_ms: float = 0.0) -> Work:
+    return Work(local_ms, True, exchange.latency_ms, exchange.transfer_ms)
+
+
+def _host_ms(case: Case, store_gb_per_second: float) -> float:
+    """Returns the time in which the busiest owner moves its records between the store and the device."""
+    batch, host = case.cluster.batch, case.cluster.host
+    num_records = batch.keys * batch.owned_share * case.by_workers("imbalance") * (1 - case.hit_rate)
+    num_bytes = num_records * case.cluster.record_bytes
+    return num_bytes / 1e6 * (1 / store_gb_per_second + 1 / host.pcie_gb_per_second)
+
+
+def _planned(case: Case) -> float:
+    return case.cluster.batch.keys / case.cluster.host.planning_keys

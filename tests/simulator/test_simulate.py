@@ -1,0 +1,180 @@
+"""Whole simulations: costs of stages, determinism, and what must make a step longer or shorter."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nestpipe.pipelining import schedule as trainer
+from nestpipe.pipelining.schedule import Op
+from nestpipe.pipelining.stage import STAGES
+from nestpipe.simulator import ways
+from nestpipe.simulator.cluster import Cluster
+from nestpipe.simulator.costs import STAGE_COSTS, Case, costs_on
+from nestpipe.simulator.jitter import Jitter
+from nestpipe.simulator.network import all_reduce, all_to_all
+from nestpipe.simulator.simulate import Record, simulate
+from nestpipe.simulator.ways import SCHEDULE_WAYS, all_ways
+from nestpipe.simulator.work import TWO_HOPS, Way
+
+SMALL = replace(Cluster(), run=replace(Cluster().run, steps=15))
+QUIET = replace(SMALL, jitter=replace(SMALL.jitter, sigma=0.0))
+NESTED = Way("nested", "nested")
+
+
+def changed(cluster: Cluster, section: str, **values: Any) -> Cluster:
+    return replace(cluster, **{section: replace(getattr(cluster, section), **values)})
+
+
+def by_way(cluster: Cluster, *workers: int) -> dict[tuple[str, int], Record]:
+    return {(str(r["way"]), int(r["workers"])): r for r in simulate(cluster, workers)}
+
+
+def test_the_same_seed_gives_the_same_records() -> None:
+    assert list(simulate(SMALL, (64,))) == list(simulate(SMALL, (64,)))
+    assert list(simulate(SMALL, (64,))) != list(simulate(changed(SMALL, "run", seed=2), (64,)))
+
+
+def test_parts_add_up_and_schedules_rank() -> None:
+    records = by_way(QUIET, 16, 256)
+    for record in records.values():
+        assert sum(float(value) for name, value in record.items() if name in _parts()) == pytest.approx(
+            record["step_ms"]
+        )
+        assert 0 < record["busy_share_compute"] <= 1
+    for workers in (16, 256):
+        step = {way.name: float(records[way.name, workers]["step_ms"]) for way in all_ways(4)}
+        assert step["nested"] < step["inter"] < step["serial"]
+        assert step["nested"] < step["intra"] < step["serial"]
+        assert step["stale"] <= step["inter"]
+    assert records["serial", 16]["scaling_efficiency"] == 1
+
+
+def _parts() -> set[str]:
+    return {stage.time_field for stage in STAGES.values()}
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("network", {"between_gb_per_second": 5.0}),
+        ("network", {"between_latency_us": 50.0}),
+        ("network", {"incast": 0.01}),
+        ("host", {"gather_gb_per_second": 0.5}),
+        ("dense", {"ms": 120.0}),
+        ("dense", {"split_ms": 5.0}),
+        ("batch", {"keys": 400_000}),
+        ("batch", {"head_share": 0.4}),
+        ("batch", {"window": "resend", "resend_growth": 1.5}),
+        ("jitter", {"sigma": 0.2}),
+        ("jitter", {"straggler_probability": 0.05}),
+    ],
+)
+def test_what_makes_a_step_longer(section: str, values: dict[str, float]) -> None:
+    before = by_way(SMALL, 128)["nested", 128]
+    after = by_way(changed(SMALL, section, **values), 128)["nested", 128]
+    assert after["step_ms"] > before["step_ms"]
+
+
+def test_more_workers_take_longer() -> None:
+    records = by_way(SMALL, 16, 128, 1024)
+    for way in SCHEDULE_WAYS:
+        steps = [float(records[way.name, workers]["step_ms"]) for workers in (16, 128, 1024)]
+        assert steps == sorted(steps)
+
+
+def test_hits_take_work_from_the_host_lane() -> None:
+    cold, warm = (by_way(changed(QUIET, "pool", hit_rate=rate), 64) for rate in (0.0, 0.5))
+    assert warm["nested", 64]["busy_share_host"] == pytest.approx(cold["nested", 64]["busy_share_host"] / 2, rel=0.01)
+    assert warm["serial", 64]["exposed_lookup_ms"] == cold["serial", 64]["exposed_lookup_ms"]
+
+
+def test_a_world_of_one_exchanges_nothing() -> None:
+    records = by_way(QUIET, 1)
+    assert all(records[way.name, 1]["exposed_exchange_ms"] == 0 for way in SCHEDULE_WAYS)
+
+
+def test_collectives_by_hand() -> None:
+    network = replace(
+        Cluster().network,
+        devices_per_node=4,
+        inside_gb_per_second=100.0,
+        between_gb_per_second=10.0,
+        inside_latency_us=1.0,
+        between_latency_us=10.0,
+        incast=0.1,
+    )
+    direct = all_to_all(network, 16, 16e6)
+    assert direct.latency_ms == pytest.approx((3 * 1 + 12 * 10) / 1e3)
+    assert direct.transfer_ms == pytest.approx(12e6 / 10e6 * (1 + 0.1 * 12))  # 3 MB inside take less
+    hops = all_to_all(network, 16, 16e6, TWO_HOPS)
+    assert hops.latency_ms == pytest.approx((3 * 1 + 3 * 10) / 1e3)
+    assert hops.transfer_ms == pytest.approx(12e6 / 100e6 + 12e6 / 10e6 * (1 + 0.1 * 3))
+    assert all_reduce(network, 16, 16e6).latency_ms == pytest.approx(2 * 4 * 10 / 1e3)
+    assert all_reduce(network, 16, 16e6).transfer_ms == pytest.approx(2 * 15e6 / 10e6)
+    assert all_reduce(network, 1, 16e6).transfer_ms == 0
+
+
+def test_every_stage_has_a_cost() -> None:
+    """Fails if a stage is added to the table of stages, and not to STAGE_COSTS."""
+    assert STAGES.keys() - {""} <= STAGE_COSTS.keys()
+    with pytest.raises(ValueError, match="there is no cost of stage 'teleport'; add it to STAGE_COSTS"):
+        costs_on(Case(Cluster(), 2, NESTED, 1))(Op("teleport", "compute", 0))
+
+
+def test_jitter_depends_on_the_operation_and_the_seed_alone() -> None:
+    section = replace(Cluster().jitter, sigma=0.1)
+    op = Op("dense", "compute", 3, 1)
+    one, same, other = (Jitter(section, seed, 1000).factors(op) for seed in (1, 1, 2))
+    assert (one == same).all()
+    assert not (one == other).all()
+    assert float(np.mean(one)) == pytest.approx(1, abs=0.02)
+    slow = Jitter(replace(section, sigma=0.0, straggler_probability=0.1, straggler_factor=3.0), 1, 1000).factors(op)
+    assert set(slow.tolist()) == {1.0, 3.0}
+    assert 50 < (slow == 3.0).sum() < 150
+
+
+def across(schedule: str, num: int, steps: int | None = None, cross_batch: bool = False) -> Iterator[Op]:
+    """The trainer's list, with early rows and late gradients put in before the first dense part."""
+    for op in trainer.operations(schedule, num, steps):
+        if cross_batch and op.stage == "dense" and op.micro_batch == 0 and op.batch:
+            yield Op("return_late_gradients", "gradients", op.batch - 1)
+            yield Op("late_update", "gradients", op.batch - 1)
+            waits = ("retrieve", op.batch + 1, -1), ("late_update", op.batch - 1, -1)
+            yield Op("send_early_rows", "rows", op.batch + 1, waits_for=waits)
+        yield op
+
+
+def test_exchange_across_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the ways ask for a list that the trainer cannot make, or its stages have no cost."""
+    monkeypatch.setattr(ways, "operations", across)
+    assert "nested-cross-batch" in [way.name for way in all_ways(4)]
+    records = by_way(QUIET, 256)
+    plain, crossed = records["nested", 256], records["nested-cross-batch", 256]
+    assert crossed["step_ms"] < plain["step_ms"]
+    # Of the first and the last exchange, only what both batches share has to wait.
+    case = Case(QUIET, 256, Way("x", "nested", cross_batch=True), 8)
+    cost = costs_on(case)
+    shared = QUIET.batch.key_overlap
+    whole = costs_on(replace(case, way=NESTED))(Op("send_rows", "rows", 1, 0)).transfer_ms * 8
+    assert sum(cost(Op("send_rows", "rows", 1, i)).transfer_ms for i in range(8)) == pytest.approx(shared * whole)
+    assert cost(Op("send_early_rows", "rows", 1)).transfer_ms == pytest.approx((1 - shared) * whole)
+    updates = cost(Op("update", "compute", 1)), cost(Op("late_update", "gradients", 1))
+    assert sum(float(np.sum(work.local_ms)) for work in updates) == pytest.approx(QUIET.dense.row_update_ms)
+
+
+def test_without_support_there_are_no_rows_across_batches() -> None:
+    supported = "cross_batch" in inspect.signature(trainer.operations).parameters
+    assert any(way.cross_batch for way in all_ways(4)) == supported
+
+
+def test_head_and_tail_shares() -> None:
+    cluster = changed(QUIET, "batch", head_share=0.1, tail_share=0.3)
+    cost = costs_on(Case(cluster, 64, NESTED, 4))
+    sent = [cost(Op("send_rows", "rows", 1, i)).transfer_ms for i in range(4)]
+    returned = [cost(Op("return_gradients", "gradients", 1, i)).transfer_ms for i in range(4)]
+    assert [ms / sum(sent) for ms in sent] == pytest.approx([0.1, 0.3, 0.3, 0.3])
+    assert [ms / sum(returned) for ms in returned] == pytest.approx([0.7 / 3, 0.7 / 3, 0.7 / 3, 0.3])
