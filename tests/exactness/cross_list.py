@@ -36,13 +36,15 @@ class CrossOp:
 
 
 def operations(num_micro_batches: int, is_early_first: bool, broken: str | None) -> Iterator[CrossOp]:
-    """Yields the operations of an endless run. is_early_first: early rows stand before the last dense, not after it."""
+    """Yields the operations of an endless run. is_early_first: early rows stand before the first dense, as without an
+    issuing thread, not before the last one, as with it."""
     yield CrossOp("route", "route", 0, -1)
     yield CrossOp("retrieve", "host", 0, -1, _whole("route", 0))
     yield CrossOp("route", "route", 1, -1)
     for t in count():
         first = (("send_rows", t, 0),)
-        yield CrossOp("begin", "compute", t, -1, _whole("route", t) + _whole("retrieve", t))
+        settled = _whole("write_back", t - 2) if t > 1 and broken != "outcomes_are_awaited_by_chance" else ()
+        yield CrossOp("begin", "compute", t, -1, _whole("route", t) + _whole("retrieve", t) + settled)
         yield CrossOp("send_rows", "rows", t, 0, _whole("begin", t))
         skips_late_update = broken == "host_lane_skips_late_update"
         yield CrossOp("retrieve", "host", t + 1, -1, _whole("route", t + 1) + (() if skips_late_update else first))
@@ -76,12 +78,9 @@ def _window(t: int, num_micro_batches: int, is_early_first: bool, broken: str | 
         early_after += _whole("update", t - 1) + _whole("late_update", t - 1)
     early = CrossOp("send_early_rows", "rows", t + 1, -1, early_after)
     for i in range(num_micro_batches):
-        is_last = i == num_micro_batches - 1
-        if is_last and is_early_first:
+        if i == (0 if is_early_first else num_micro_batches - 1):
             yield early
         yield CrossOp("dense", "compute", t, i, (("send_rows", t, i),))
-        if is_last and not is_early_first:
-            yield early
         routed = () if broken == "return_skips_route" else _whole("route", t + 1)
         yield CrossOp("return_gradients", "gradients", t, i, (("dense", t, i), *routed))
 

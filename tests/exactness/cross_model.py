@@ -62,7 +62,10 @@ CROSS_SWITCHES = {
     "flush_skips_late": ("X5", "wrong store"),
     "late_played_twice": ("X5: what a flush has played is played again by the next batch", "wrong row"),
     "end_skips_late": ("X5: a fit that stops forgets what is late", "wrong store"),
-    "outcomes_two_steps_late": ("X5: ranks end after a masked step before all of them know its outcome", "deadlock"),
+    "outcomes_are_awaited_by_chance": (
+        "X5: ranks end after a masked step before all of them know its outcome",
+        "deadlock",
+    ),
 }
 """Ways to break a rule: the rule, and a failure that shows it."""
 

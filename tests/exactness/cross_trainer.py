@@ -7,9 +7,9 @@ from tests.exactness.cross_model import CrossBatch, CrossPool
 from tests.exactness.cross_rank import CrossRank, Setting
 from tests.exactness.pool_model_time import RuleError, Work
 
-LATE_STEPS = 3
+LATE_STEPS = 2
 """Steps after which a fit ends because a step was masked on the device. All ranks that begin step s know the outcomes
-up to s - 3: begin(s) waits for retrieve(s), which follows write_back(s - 3) in the host lane, not write_back(s - 2)."""
+up to s - 2: begin(s) waits for write_back(s - 2)."""
 
 
 class CrossTrainer(CrossRank):
@@ -38,8 +38,7 @@ class CrossTrainer(CrossRank):
         """Returns whether the fit ends before the turn of a batch."""
         if i >= len(self.batches) or i == self.failed_route:
             return True
-        late_steps = 2 if self.pool.breaks("outcomes_two_steps_late") else LATE_STEPS
-        return self._has_failed_retrieve or self._is_known_masked(self.num_steps - late_steps)
+        return self._has_failed_retrieve or self._is_known_masked(self.num_steps - LATE_STEPS)
 
     def _ends_after(self, i: int) -> Work:
         """Returns whether the fit ends with a batch. Flushes where it has to."""

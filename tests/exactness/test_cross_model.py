@@ -19,7 +19,7 @@ NUM_SLOW_RUNS = 30_000
 NUM_CHUNKS = 20
 MOST_RUNS = 300
 """Runs among which one has to show that a rule is broken."""
-FIRST_SEEDS = {"host_lane_skips_late_update": 440, "outcomes_two_steps_late": 200}
+FIRST_SEEDS = {"host_lane_skips_late_update": 440, "outcomes_are_awaited_by_chance": 200}
 """Seeds to begin with, for failures that are rare."""
 EVENTS = {
     "early",
