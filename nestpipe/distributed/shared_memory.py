@@ -214,9 +214,15 @@ class _Exchange:
         if self._exchanged(seconds):
             return True
         lost = self._neighbours.lost() if seconds > 0.0 else []
-        if lost and not self._exchanged(0.0):  # a rank may leave once it has sent everything
-            raise LostConnectionError(f"the connection to rank {', '.join(map(str, lost))} has closed")
+        # A rank may leave once it has sent and received everything, while others still wait for each other.
+        if lost and not self._exchanged(0.0) and (missed := [rank for rank in lost if self._is_open(rank)]):
+            raise LostConnectionError(f"the connection to rank {', '.join(map(str, missed))} has closed")
         return bool(self._is_done.value)
+
+    def _is_open(self, rank: int) -> bool:
+        """Returns whether something is still to be sent to a rank, or to come from it."""
+        _, num_bytes, num_done = self._parcels[:, rank].T
+        return bool((num_done < num_bytes).any())
 
     def _exchanged(self, seconds: float) -> bool:
         if not self._is_done.value:

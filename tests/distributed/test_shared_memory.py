@@ -135,3 +135,22 @@ def send_and_leave(world: World) -> int:
 def test_what_a_rank_sent_before_it_left() -> None:
     """Fails if `advance` looks for closed connections before it looks for the message."""
     assert run_fragile_ranks(2, send_and_leave, num_results=1) == {0: 7}
+
+
+def leave_early(world: World) -> list[bool]:
+    """The last rank ends its process as soon as it has everything; the others still wait for each other."""
+    last = world.size - 1
+    sizes = [1000] * world.size
+    received = torch.empty(1000 * world.size, dtype=torch.uint8)
+    message = torch.full((1000 * world.size,), world.rank, dtype=torch.uint8)
+    if world.rank == 0:  # the last rank needs nothing of rank 0
+        time.sleep(1.0)
+    sent = [0 if (world.rank, r) == (0, last) else size for r, size in enumerate(sizes)]
+    arriving = [0 if (r, world.rank) == (0, last) else size for r, size in enumerate(sizes)]
+    world.rows.all_to_all(message[: sum(sent)], sent, received[: sum(arriving)], arriving)
+    return [world.rank == last or bool((received[:1000] == 0).all())]
+
+
+def test_a_rank_may_leave_before_others_are_done() -> None:
+    """Fails if _Exchange.advance raises for a rank that has sent everything."""
+    assert run_ranks(3, leave_early) == [[True]] * 3
