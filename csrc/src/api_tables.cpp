@@ -82,7 +82,7 @@ nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tab
         const Table& first = *sources.all()[0];
         need_records(first, out, num_out, num_columns, stride, places, num_keys, "out");
         const RecordsAt<char> target{static_cast<char*>(out), places, stride * first.item_bytes()};
-        sources.with(offsets, keys).gather(num_columns, target, found, nullptr, num_threads);
+        sources.with(offsets, keys).gather(num_columns, target, found, nullptr, num_threads, &store->last_found);
     });
 }
 
@@ -104,7 +104,7 @@ nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* ta
             need_step(first, step);
         need_records(first, records, num_records, first.num_columns(), stride, places, num_keys, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * first.item_bytes()};
-        targets.with(offsets, keys).write(source, steps, step, num_threads);
+        targets.with(offsets, keys).write(source, steps, step, num_threads, &store->last_found);
     });
 }
 

@@ -9,12 +9,14 @@
 
 #include "boundary.hpp"
 #include "error.hpp"
+#include "found_rows.hpp"
 #include "nestpipe.h"
 #include "table.hpp"
 
 struct nestpipe_store {
     std::mutex mutex;  // guards the list, not the tables
     std::vector<std::unique_ptr<nestpipe::Table>> tables;
+    nestpipe::FoundRows last_found;  // by gather_tables
 
     nestpipe::Table& table(int32_t number) {
         std::lock_guard lock(mutex);

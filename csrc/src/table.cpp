@@ -66,6 +66,7 @@ uint32_t Table::insert(uint64_t place) {
 
 void Table::undo_insert(int64_t key, uint32_t row, const Extent& before) {
     index_.erase(place(key));
+    ++num_freed_;
     if (row < before.num_used) free_rows_.push_back(row);  // it was taken from there, so there is room
 }
 
@@ -80,6 +81,7 @@ int64_t Table::erase(const int64_t* keys, int64_t num_keys) {
     if (most > free_rows_.capacity()) free_rows_.reserve(std::max(most, 2 * free_rows_.capacity()));
     if (marks_changes_) erased_keys_.reserve(erased_keys_.size() + most - free_rows_.size());
     int64_t num_erased = 0;
+    ++num_freed_;
     for (int64_t i = 0; i < num_keys; ++i) {
         const uint32_t row = index_.erase(place(keys[i]));
         if (row == Index::kNoRow) continue;

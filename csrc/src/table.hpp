@@ -104,6 +104,7 @@ class Table {
     Arena arena_;
     int64_t num_used_ = 0;             // records [0, num_used_) of the arena are taken or free
     std::vector<uint32_t> free_rows_;  // erased, to be used again, last first
+    uint64_t num_freed_ = 0;           // calls that took records from keys
 
     // Marks of what changes between two snapshots. Kept from the first snapshot on.
     bool marks_changes_ = false;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 
 #include "copy.hpp"
@@ -105,16 +106,20 @@ void Tables::in_found_blocks(int64_t used_bytes, int32_t num_threads, const Use&
     });
 }
 
-void Tables::gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, int64_t* steps,
-                    int32_t num_threads) const {
+void Tables::gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, int64_t* steps, int32_t num_threads,
+                    FoundRows* last) const {
     if (num_tables_ == 0) return;
     const int64_t row_bytes = num_columns * tables_[0]->item_bytes();
     const auto bytes = static_cast<uint64_t>(row_bytes);
     const Copy copy = copy_for(static_cast<uint64_t>(num_keys()) * bytes);
+    const auto remembering =
+        last == nullptr ? std::unique_lock<std::mutex>() : std::unique_lock(last->mutex, std::try_to_lock);
     const auto locks = locked<Table::ReadLock>();
+    uint32_t* remembered = remembering ? begin_remembering(*last) : nullptr;
     in_found_blocks(
         2 * row_bytes, num_threads,
         [&](const auto& tables, int64_t first, int64_t count, const uint64_t* index_places, const uint32_t* rows) {
+            if (remembered != nullptr) std::copy(rows, rows + count, remembered + first);
             auto fetching = tables, writing = tables;
             const auto fetch = [&](int64_t i) {
                 if (rows[i] == Index::kNoRow) return;
@@ -135,6 +140,37 @@ void Tables::gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, in
             };
             in_two_steps(0, count, fetch, write);
         });
+    if (remembered != nullptr) remember(*last);
+}
+
+uint32_t* Tables::begin_remembering(FoundRows& last) const {
+    last.tables.clear();  // what was remembered is being overwritten
+    if (num_keys() > FoundRows::kMostKeys) return nullptr;
+    try {
+        last.rows.resize(static_cast<size_t>(num_keys()));
+        last.keys.assign(keys_, keys_ + num_keys());
+        last.offsets.assign(offsets_, offsets_ + num_tables_ + 1);
+        last.num_freed.reserve(static_cast<size_t>(num_tables_));
+        last.tables.reserve(static_cast<size_t>(num_tables_));
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+    return last.rows.data();
+}
+
+void Tables::remember(FoundRows& last) const {
+    last.num_freed.clear();
+    for (int64_t t = 0; t < num_tables_; ++t) last.num_freed.push_back(tables_[t]->num_freed_);
+    last.tables.assign(tables_, tables_ + num_tables_);
+}
+
+// Records do not move: a key has lost its record only if its table has freed some.
+bool Tables::remembers(const FoundRows& last) const {
+    if (!std::equal(tables_, tables_ + num_tables_, last.tables.begin(), last.tables.end())) return false;
+    for (int64_t t = 0; t < num_tables_; ++t)
+        if (tables_[t]->num_freed_ != last.num_freed[static_cast<size_t>(t)]) return false;
+    return std::equal(offsets_, offsets_ + num_tables_ + 1, last.offsets.begin()) &&
+           std::equal(keys_, keys_ + num_keys(), last.keys.begin());
 }
 
 void Tables::find(uint8_t* found, int32_t num_threads) const {
@@ -145,7 +181,14 @@ void Tables::find(uint8_t* found, int32_t num_threads) const {
         });
 }
 
-int64_t Tables::find_rows(uint32_t* rows, int32_t num_threads) const {
+int64_t Tables::find_rows(uint32_t* rows, int32_t num_threads, FoundRows* last) const {
+    if (last != nullptr) {
+        const std::unique_lock lock(last->mutex, std::try_to_lock);
+        if (lock && remembers(*last)) {
+            std::copy(last->rows.begin(), last->rows.end(), rows);
+            return std::count(last->rows.begin(), last->rows.end(), Index::kNoRow);
+        }
+    }
     std::atomic<int64_t> num_missing{0};
     in_found_blocks(0, num_threads,
                     [&](const auto&, int64_t first, int64_t count, const uint64_t*, const uint32_t* found) {
@@ -158,11 +201,12 @@ int64_t Tables::find_rows(uint32_t* rows, int32_t num_threads) const {
 // ---- writing ---------------------------------------------------------------------------------------------------
 
 // All that can fail (memory, max_rows) happens in insert_missing, which undoes itself; the copying cannot fail.
-void Tables::write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads) const {
+void Tables::write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads,
+                   FoundRows* last) const {
     if (num_tables_ == 0) return;
     const auto rows = row_numbers(num_keys());
     const auto locks = locked<Table::WriteLock>();
-    if (const int64_t num_missing = find_rows(rows.get(), num_threads)) insert_missing(rows.get(), num_missing);
+    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last)) insert_missing(rows.get(), num_missing);
     write_records(rows.get(), records, steps, step, num_threads);
 }
 

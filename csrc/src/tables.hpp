@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "found_rows.hpp"
 #include "table.hpp"
 
 namespace nestpipe {
@@ -37,11 +38,14 @@ class Tables {
     Tables& operator=(const Tables&) = delete;
 
     // Arguments as in nestpipe.h. All tables have the same item size, and in `write` the same number of columns.
-    void gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, int64_t* steps, int32_t num_threads) const;
+    // last: takes note of what `gather` has found, which `write` then need not look for. May be null.
+    void gather(int64_t num_columns, RecordsAt<char> out, uint8_t* found, int64_t* steps, int32_t num_threads,
+                FoundRows* last = nullptr) const;
     void find(uint8_t* found, int32_t num_threads) const;
 
     // Every record gets its step of `steps`, or `step` where that is null.
-    void write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads) const;
+    void write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads,
+               FoundRows* last = nullptr) const;
 
  private:
     class Walk;
@@ -62,7 +66,12 @@ class Tables {
     void in_found_blocks(int64_t used_bytes, int32_t num_threads, const Use& use) const;
 
     // rows[i] becomes the record number of keys[i] or Index::kNoRow. Returns how many are missing.
-    int64_t find_rows(uint32_t* rows, int32_t num_threads) const;
+    int64_t find_rows(uint32_t* rows, int32_t num_threads, FoundRows* last) const;
+
+    // Memory for the records of all keys, with the lock held; null if there is none, or they are too many.
+    uint32_t* begin_remembering(FoundRows& last) const;
+    void remember(FoundRows& last) const;
+    bool remembers(const FoundRows& last) const;
     void insert_missing(uint32_t* rows, int64_t num_missing) const;
     void undo(const std::vector<int64_t>& inserted, const uint32_t* rows,
               const std::vector<Table::Extent>& before) const;
