@@ -26,6 +26,9 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 
+_FUNCTIONS: dict[str, Callable[..., float]] = {"min": min, "max": max}
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """`field op value` must hold in every record that has the field and agrees with `where`."""
@@ -77,18 +80,20 @@ def find_misses(targets: Iterable[Target], records: list[Record]) -> list[str]:
 
 
 def evaluate(formula: str, record: Record) -> float:
-    """Computes a formula of numbers, names of fields, + - * / and parentheses."""
+    """Computes a formula of numbers, names of fields, + - * /, parentheses, min(...) and max(...)."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            return _FUNCTIONS[node.func.id](*map(value, node.args))
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return float(node.value)
         if isinstance(node, ast.Name):
             return _number(record, node.id)
-        raise ValueError(f"formula {formula!r}: only numbers, fields, + - * / and parentheses are understood")
+        raise ValueError(f"formula {formula!r}: only numbers, fields, + - * /, parentheses, min and max are understood")
 
     return value(ast.parse(formula, mode="eval").body)
 

@@ -131,6 +131,7 @@ def _figures(times: Mapping[str, list[float]], groups: Mapping[str, Group], step
         "ours": ours,
         **spread("speed_vs_torchrec", ratios(times[theirs], times[ours])),
         **spread("embedding_speed_vs_torchrec", costs),
+        "most_speed_vs_torchrec": statistics.median(ratios(times[theirs], times["dense"])),
         **{f"{way}_peak_bytes": groups[way].peak_bytes for way in (*THEIRS, *OURS)},
         "memory_vs_torchrec": groups[ours].peak_bytes / groups[theirs].peak_bytes,
     }
