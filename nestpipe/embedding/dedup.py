@@ -8,6 +8,7 @@ after table. The row index of a feature gives, for each of its keys, the row amo
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -53,10 +54,15 @@ class HostOccurrences:
     num_samples: list[int]
     """Samples of each micro-batch."""
 
+    @cached_property
+    def _index_bounds(self) -> list[int]:
+        bounds: list[int] = self.index_offsets.tolist()
+        return bounds
+
     def part(self, micro_batch: int, feature: int) -> FeaturePart:
         """Returns the occurrences of one feature in one micro-batch."""
         num_features, num_samples = len(self.is_weighted), self.num_samples[micro_batch]
-        first, end = self.index_offsets[micro_batch * num_features + feature :][:2].tolist()
+        first, end = self._index_bounds[(at := micro_batch * num_features + feature) : at + 2]
         start = num_features * (sum(self.num_samples[:micro_batch]) + micro_batch) + feature * (num_samples + 1)
         weights = self.weights[first:end] if self.weights is not None and self.is_weighted[feature] else None
         return FeaturePart(self.index[first:end], self.offsets[start : start + num_samples + 1], weights)

@@ -47,7 +47,8 @@ class DenseReducer:
         one thread issues all collectives, `finish` starts every bucket: at their last backward, ranks differ in how
         many micro-batches they still have to return.
         """
-        self._update_buckets()
+        if is_last:
+            self._update_buckets()  # otherwise `finish` does
         if not is_last or not self.buckets or self.world.issuer is not None:
             yield
             return
