@@ -9,7 +9,7 @@ IN_PARALLEL := --numprocesses $(shell expr 2 \* $(JOBS)) --dist worksteal  # man
 CXX_FILES := $(wildcard csrc/src/*.?pp csrc/include/*.h csrc/tests/*.?pp)
 
 .PHONY: help demo install browser native native-test test test-slow check lint docs reference asan tsan bench bench-peer \
-	wheel clean
+	picture wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -90,9 +90,14 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(BIN)/nestpipe bench prepare --rows 20000000 --json benchmarks/results/prepare.json --check
 	$(BIN)/nestpipe bench checkpoint --json benchmarks/results/checkpoint.json --check
 	$(BIN)/nestpipe bench faults --count 200 --json benchmarks/results/faults.json --check
-	$(BIN)/nestpipe bench network --hosts 2 --rate 1gbit --json benchmarks/results/network.json --check
+	$(MAKE) picture
 	$(BIN)/nestpipe bench simulate --json benchmarks/results/simulate.json --check
 	$(BIN)/nestpipe bench paper --json benchmarks/results/paper.json --report docs --check
+
+picture: install native ## run `bench network`, and draw the README's picture of its traces; needs root, an idle machine
+	@mkdir -p build/traces
+	$(BIN)/nestpipe bench network --traces build/traces --json benchmarks/results/network.json --check
+	$(BIN)/nestpipe report build/traces/serial.json build/traces/nested.json --out docs/timeline.svg
 
 bench-peer: install native ## compare with TorchRec; makes an environment for it on first use; needs root, an idle machine
 	$(BIN)/nestpipe bench peer --json benchmarks/results/peer.json --check

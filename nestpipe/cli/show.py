@@ -8,6 +8,7 @@ from rich.table import Table
 
 from nestpipe.recipe.run import Summary
 from nestpipe.recipe.summary import TIME_FIELDS
+from nestpipe.report.metric_names import metric_names
 
 MEANINGS = {
     "dense_ms": "dense compute",
@@ -22,7 +23,8 @@ MEANINGS = {
 SKIPPED = {"files": "files that cannot be opened", "groups": "row groups that cannot be read", "rows": "rows"}
 SPLITS = {"test": "", "validation": ", not the test: nestpipe evaluate FOLDER --set evaluate.split=test"}
 """Splits of prepared data, and how to evaluate on the test."""
-ABBREVIATIONS = ("auc", "mrr")
+NUM_LISTED = 8
+"""Tables that are listed with their memory, the largest first. The summary's file has all of them."""
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -48,9 +50,7 @@ def _show_metrics(result: Summary, console: Console) -> None:
     if result["split"] is not None:
         line = f"evaluated on the {result['split']}{SPLITS[result['split']]}"
         console.print(line, highlight=False, soft_wrap=True)
-    names = {field: _metric_name(field) for field in metrics if not _is_count_or_ceiling(field)}
-    if "log_loss" in names:
-        names.pop("loss")  # the same number
+    names = metric_names(metrics)
     columns = {f"among {metrics['num_items']:,} items" if "num_items" in metrics else "model": metrics}
     if "auc_ceiling" in metrics:
         columns["true probability"] = {f: metrics[f"{f}_ceiling"] for f in names if f"{f}_ceiling" in metrics}
@@ -61,15 +61,6 @@ def _show_metrics(result: Summary, console: Console) -> None:
     title = f"{metrics['num_samples']:,} held-out samples"
     rows = [(name, *(_number(c[f]) if f in c else "" for c in columns.values())) for f, name in names.items()]
     console.print(_table(None, (title, *columns), rows))
-
-
-def _is_count_or_ceiling(field: str) -> bool:
-    return field.startswith("num_") or field.endswith("_ceiling")
-
-
-def _metric_name(field: str) -> str:
-    """Returns a metric's name as tables show it: AUC, HR@10, normalised entropy."""
-    return field.replace("_at_", "@").upper() if field in ABBREVIATIONS or "_at_" in field else field.replace("_", " ")
 
 
 def _show_skipped(skipped: dict[str, dict[str, Any]], console: Console) -> None:
@@ -92,13 +83,12 @@ def _show_time(summary: Summary, console: Console) -> None:
 
 
 def _show_memory(summary: Summary, console: Console) -> None:
-    tables = summary["tables"]
-    total = {
-        field: sum(t[field] for t in tables) for field in ("num_rows", "row_bytes", "state_bytes", "overhead_bytes")
-    }
-    largest = sorted(tables, key=lambda t: -t["num_rows"])
-    rows = [_memory_row(t["name"], t) for t in largest]
-    rows.append(_memory_row("all tables", total))
+    largest = sorted(summary["tables"], key=lambda t: -t["num_rows"])
+    listed = largest[: NUM_LISTED if len(largest) > NUM_LISTED + 1 else None]
+    rows = [_memory_row(t["name"], t) for t in listed]
+    if smaller := largest[len(listed) :]:
+        rows.append(_memory_row(f"{len(smaller)} smaller tables", _sums(smaller)))
+    rows.append(_memory_row("all tables", _sums(largest)))
     console.print(_table(None, ("table", "rows", "row MB", "state MB", "overhead MB"), rows))
     console.print(f"peak memory of a rank {summary['peak_rss_bytes'] / 1e6:,.0f} MB", highlight=False)
     if summary["resident_bytes"] > 0:
@@ -120,6 +110,12 @@ def _show_device_memory(memory: dict[str, int | None], console: Console) -> None
     rows = {name: (text, f"{sizes[name]:,.2f}") for name, text in named.items() if name in sizes}
     first = [rows.pop("formula")] if "formula" in rows else []
     console.print(_table(None, ("rank that needs most", "MB"), [*first, *terms, *rows.values()]))
+
+
+def _sums(tables: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {
+        field: sum(t[field] for t in tables) for field in ("num_rows", "row_bytes", "state_bytes", "overhead_bytes")
+    }
 
 
 def _memory_row(name: str, table: dict[str, int]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from nestpipe.report.colours import LIGHT_AND_DARK, NUM_RUN_COLOURS
+from nestpipe.report.metric_names import metric_names
 from nestpipe.report.run_files import RunFiles, as_number
 
 LEFT_OUT = ("config", "environment", "validations", "digest")
@@ -64,9 +65,9 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
         if value is not None:
             yield label, form.format(value)
     metrics = run.summary.get("metrics")
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
-        if name not in ("num_samples", "num_untrained_keys") and not name.endswith("_ceiling"):
-            value = as_number(metric)
+    if isinstance(metrics, Mapping):
+        for field, name in metric_names(metrics).items():
+            value = as_number(metrics[field])
             yield from [(f"{escape(name)}, evaluated", f"{value:.4f}")] if value is not None else []
     peak = run.number("peak_rss_bytes")
     if peak is not None:

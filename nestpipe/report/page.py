@@ -10,6 +10,7 @@ from typing import Any
 from nestpipe.report.blocks import cards, environment, legend, numbers, recipes
 from nestpipe.report.colours import css_variables, dark_by_light, light, run_colour
 from nestpipe.report.figures import PARTS, Figure, bytes_figure, ceiling, curves_figure, parts_figure
+from nestpipe.report.metric_names import metric_names
 from nestpipe.report.run_files import RunFiles
 from nestpipe.report.timeline import KINDS
 from nestpipe.report.timeline_figure import timeline_figure
@@ -164,7 +165,7 @@ def _add_curves(page: Page, runs: Sequence[RunFiles]) -> None:
             ceilings = {run.metrics[f"{name}{CEILING}"].values[-1] for run in runs if f"{name}{CEILING}" in run.metrics}
             for value in sorted(ceilings):
                 ceiling(figure, value, light("muted"))
-            title = "evaluated loss" if name == "loss" else name
+            title = "evaluated loss" if name == "loss" else metric_names([name]).get(name, name)
             plots.append((title, page.plot(f"metric-{len(plots)}", figure, f"{name} by step")))
     if plots:
         blocks = "".join(f"<div><h3>{escape(title)}</h3>{plot}</div>" for title, plot in plots)

@@ -4,6 +4,7 @@ Fails, for example, if _train goes on with the next part after a stop, or if _ev
 held-out sample each time.
 """
 
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from nestpipe import World
-from nestpipe.cli.show import show_summary
+from nestpipe.cli.show import NUM_LISTED, show_summary
 from nestpipe.recipe.run import Summary, evaluate_saved, run
 from nestpipe.recipe.text import load_config
 from nestpipe.recipe.value import ConfigError
@@ -45,7 +46,7 @@ def test_the_last_evaluation_is_that_of_the_end() -> None:
 
 
 def test_the_report_has_the_memory_formula_and_the_peak() -> None:
-    """Terms add up. Without a budget there is no report."""
+    """Terms add up. Without a budget there is no report. Of many tables the largest are listed, and sums."""
     wide = ("model.dim=32", "train.batch_size=100")
     summary = run_small(*wide, "train.steps=6", "memory.device_budget_bytes=1000000000")
     memory = summary["device_memory"]
@@ -57,6 +58,10 @@ def test_the_report_has_the_memory_formula_and_the_peak() -> None:
     show_summary(summary, Console(file=shown, width=120))
     assert f"by the formula │ {memory['formula_bytes'] / 1e6:.2f}" in shown.getvalue()
     assert f"at most        │ {memory['peak_bytes'] / 1e6:.2f}" in shown.getvalue()
+    rows = [int(table["num_rows"]) for table in summary["tables"]]
+    smaller = sum(sorted(rows)[:-NUM_LISTED])
+    assert re.search(rf"{len(rows) - NUM_LISTED} smaller tables +│ +{smaller:,} │", shown.getvalue())
+    assert re.search(rf"all tables +│ +{sum(rows):,} │", shown.getvalue())
     assert run_small("train.steps=1")["device_memory"] is None
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from nestpipe.cli.main import app
 from nestpipe.pipelining.stage import STAGES
 from nestpipe.report.timeline import KIND_OF, LEFT, RIGHT, WIDTH, draw_timeline
-from nestpipe.report.trace import Span, read_trace
+from nestpipe.report.trace import RankTrace, Span, read_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -73,15 +73,31 @@ def test_the_same_scale(trace: Path, tmp_path: Path) -> None:
         assert float(bar.attrib["x"]) + float(bar.attrib["width"]) <= WIDTH - RIGHT + 0.1
     texts = [t.text or "" for t in root.iter(f"{SVG}text")]
     assert "serial: 2 steps in 80 ms" in texts
-    assert "nested: 2 steps in 20 ms" in texts
+    assert "nested: 2 steps in 20 ms, 4.00 times as fast" in texts
     assert {"compute", "host"} <= set(texts)
 
 
 def test_every_stage_has_a_colour() -> None:
     """Fails if a stage is added that the drawing does not know."""
     assert set(STAGES) - set(KIND_OF) == {"other", ""}
-    styles = Path(draw_timeline.__code__.co_filename).read_text()
-    assert all(re.search(rf"\.{kind} {{", styles) for kind in {*KIND_OF.values(), "other"})
+    spans = [Span("compute", "dense", batch, 0, float(batch), batch + 1.0) for batch in range(3)]
+    drawing = draw_timeline([RankTrace("any", spans)])
+    assert all(len(re.findall(rf"\.{kind} {{", drawing)) == 2 for kind in {*KIND_OF.values(), "other"})
+
+
+def test_waits_are_pale_and_empty_lanes_are_left_out() -> None:
+    """Fails if a wait of the compute lane looks like the work it waits for, or if a lane without a bar is drawn."""
+    spans = [Span("compute", "dense", batch, 0, 10.0 * batch, 10.0 * batch + 6) for batch in range(4)]
+    spans += [Span("compute", "send_rows", batch, -1, 10.0 * batch + 6, 10.0 * batch + 9) for batch in range(4)]
+    alone = draw_timeline([RankTrace("any", spans)])
+    assert alone.count('"exchange wait"') == 1, "in the legend"
+    spans += [Span("rows", "send_rows", batch, 0, 10.0 * batch + 1, 10.0 * batch + 9) for batch in range(4)]
+    spans.append(Span("upload", "upload", 0, -1, 0.0, 0.001))
+    both = draw_timeline([RankTrace("any", spans)])
+    assert both.count('"exchange wait"') == 1 + 2
+    assert both.count("waits for send_rows") == 2
+    assert ">rows<" in both
+    assert ">upload<" not in both
 
 
 def test_the_command(trace: Path, tmp_path: Path) -> None:

@@ -198,10 +198,10 @@ def test_the_limit_itself_is_not_too_large(device: torch.device, dtype: torch.dt
             exceeds = torch.zeros(1, dtype=torch.int32, device=device)
             add(target, None, source, None, limit if dtype is torch.float64 else float(one), exceeds)
             assert int(exceeds) == expected
-            for find in (find_large, reference.find_large):
-                exceeds.zero_()
-                find(source, limit if dtype is torch.float64 else float(one), exceeds)
-                assert int(exceeds) == expected
+        for find in (find_large, reference.find_large):
+            exceeds.zero_()
+            find(source, limit if dtype is torch.float64 else float(one), exceeds)
+            assert int(exceeds) == expected
 
 
 def test_exceeds_is_never_reset(device: torch.device) -> None:
