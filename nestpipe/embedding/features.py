@@ -13,7 +13,6 @@ from nestpipe.embedding.group import FeatureGroups, FeatureSet
 from nestpipe.embedding.pooling import Occurrences, pool
 from nestpipe.embedding.table import Feature, Pooled
 from nestpipe.embedding.table import Sequence as SequenceFeature
-from nestpipe.embedding.table_rows import JoinedGradient, split_tables
 from nestpipe.kernels.rows import pooling as on_device
 
 
@@ -63,10 +62,9 @@ class SequenceEmbedding(ABC):
 class HostSequence(SequenceEmbedding):
     """A sequence of rows in host memory."""
 
-    def __init__(self, rows: Tensor, part: FeaturePart, gradient: tuple[JoinedGradient, int] | None = None) -> None:
+    def __init__(self, rows: Tensor, part: FeaturePart) -> None:
         self._rows = rows
         self._part = part
-        self._gradient = gradient
 
     @property
     def rows(self) -> Tensor:
@@ -86,7 +84,7 @@ class HostSequence(SequenceEmbedding):
 
     @cached_property
     def values(self) -> Tensor:
-        return pool([Occurrences(self.index, gradient=self._gradient)], [self.rows])
+        return pool([Occurrences(self.index)], [self.rows])
 
     def padded(self, length: int) -> Tensor:
         columns = torch.arange(length)
@@ -155,8 +153,6 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         self._micro_batch = micro_batch
         self._rows = rows
         self._table_rows: dict[int, tuple[Tensor, ...]] = {}
-        self._gradients: dict[int, JoinedGradient] = {}
-        """Gradients of groups with several tables, in host memory."""
         self._values: dict[str, SequenceEmbedding | Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
         """Values of sequences on a device, by feature."""
@@ -188,17 +184,10 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         self._feature(name)
         g, f = self._features.places[name]
         if g not in self._table_rows:
-            self._table_rows[g] = self._split(g)
+            sizes = self._groups[g].row_counts[self._micro_batch].tolist()
+            split: tuple[Tensor, ...] = self._rows[g].split(sizes)
+            self._table_rows[g] = split if len(sizes) > 1 else (self._rows[g],)
         return self._table_rows[g][int(self._groups[g].group.feature_tables[f])]
-
-    def _split(self, g: int) -> tuple[Tensor, ...]:
-        rows, sizes = self._rows[g], self._groups[g].row_counts[self._micro_batch].tolist()
-        if len(sizes) == 1:
-            return (rows,)
-        if rows.is_cpu and rows.requires_grad:
-            self._gradients[g] = JoinedGradient(sizes)
-            return split_tables(rows, self._gradients[g])
-        return rows.split(sizes)
 
     # ---- what TraceableEmbeddings needs to know ----
 
@@ -235,13 +224,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _host_occurrences(self, name: str) -> Occurrences:
         feature, part = self._feature(name), self._host_part(name)
         assert isinstance(feature, Pooled)
-        weights = pooling_weights(feature, part, len(self.table_rows(name)))
-        return Occurrences(part.index, part.offsets, weights, self._gradient_part(name))
-
-    def _gradient_part(self, name: str) -> tuple[JoinedGradient, int] | None:
-        """Returns where the gradient of a feature's rows belongs, once its table's rows have been made."""
-        g, f = self._features.places[name]
-        return (self._gradients[g], int(self._groups[g].group.feature_tables[f])) if g in self._gradients else None
+        return Occurrences(part.index, part.offsets, pooling_weights(feature, part, len(self.table_rows(name))))
 
     # ---- rows on a device: all features of a set are made together ----
 
@@ -309,7 +292,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         elif isinstance(feature, Pooled):
             self._values[name] = self.side_by_side([name])
         else:
-            self._values[name] = HostSequence(self.table_rows(name), self._host_part(name), self._gradient_part(name))
+            self._values[name] = HostSequence(self.table_rows(name), self._host_part(name))
 
     def _tensor(self, name: str) -> Tensor:
         value = self[name]

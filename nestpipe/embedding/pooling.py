@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestpipe.embedding.recycler import recycled
-from nestpipe.embedding.table_rows import JoinedGradient
 from nestpipe.store.interface import DTYPES
 from nestpipe.store.native.library import NativeOccurrences, call, pointer
 
@@ -30,8 +29,6 @@ class Occurrences:
     """[num_samples + 1]: sample s has occurrences offsets[s]:offsets[s + 1]; None if each sample has one."""
     weights: Tensor | None = None
     """[n] factor of each occurrence, of the rows' dtype; None for all 1."""
-    gradient: tuple[JoinedGradient, int] | None = None
-    """Memory for the gradient of the rows, and the number of their table in it; None for memory of its own."""
 
     @property
     def num_samples(self) -> int:
@@ -75,26 +72,17 @@ class _Pool(torch.autograd.Function):
         if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         row_gradients: list[Tensor | None] = [None]
-        for occurrences, native, columns, is_trained in zip(
-            ctx.features, ctx.native, _columns(gradient, ctx.native), ctx.needs_input_grad[1:], strict=True
+        for native, columns, is_trained in zip(
+            ctx.native, _columns(gradient, ctx.native), ctx.needs_input_grad[1:], strict=True
         ):
             if not is_trained:
                 row_gradients.append(None)
                 continue
-            row_gradient = _row_gradient(occurrences, native, gradient)
+            row_gradient = recycled.empty((native.num_rows, native.dim), gradient.dtype)
             arguments = byref(native), pointer(columns), gradient.stride(0), pointer(row_gradient)
             call("pool_backward", *arguments, torch.get_num_threads())
             row_gradients.append(row_gradient)
         return tuple(row_gradients)
-
-
-def _row_gradient(occurrences: Occurrences, native: NativeOccurrences, gradient: Tensor) -> Tensor:
-    """Returns uninitialised memory for the gradient of the rows."""
-    if occurrences.gradient is not None:
-        joined, table = occurrences.gradient
-        if (part := joined.part(table, native.dim, gradient.dtype)) is not None:
-            return part
-    return recycled.empty((native.num_rows, native.dim), gradient.dtype)
 
 
 def _columns(array: Tensor, features: Sequence[NativeOccurrences]) -> tuple[Tensor, ...]:
