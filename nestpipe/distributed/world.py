@@ -169,8 +169,8 @@ class World:
 
     @property
     def has_reductions(self) -> bool:
-        """Returns whether there is a reduction whose collectives this world issues."""
-        return any(reference() is not None for reference in self._reductions)
+        """Returns whether a reduction was registered, whose collectives this world issues. The same on all ranks."""
+        return len(self._reductions) > 0
 
     def leave(self) -> None:
         """Completes, on all ranks, every reduction that any rank has begun. Call it on all ranks when a step is left

@@ -145,7 +145,8 @@ class DeviceBudget:
     def _lists(self, route: Route, plan: Plan | None) -> int:
         """Returns the bytes of the lists of this batch and the previous one. Overlapping schedules have three more: the
         batch before those, which is freed when its successor was written back, and the two that follow. All but the
-        last also have the slots of their keys, and the batch in training those of the rows that it sends."""
+        last also have the slots of their keys, and the batch in training those of the rows that it sends; with exchange
+        across batches its neighbours, too."""
         batch_bytes = _tensor_bytes(route.batch) + (_tensor_bytes(plan) if plan is not None else 0)
         if not self._is_overlapping:
             return 2 * batch_bytes
@@ -153,6 +154,7 @@ class DeviceBudget:
         num_sent = sum(len(group.rows_out.places) for group in plan.sends.groups) if plan is not None else 0
         if plan is None and route.batch.num_micro_batches > 1:
             num_sent = sum(len(group.row_positions) for group in route.batch.groups)
+        num_sent *= 3 if self._is_crossing else 1
         return 5 * batch_bytes + 8 * (num_slots + num_sent)
 
 

@@ -96,9 +96,9 @@ class _AmongRanks:
         yield Moment(kept, rows.rows[last], summed + self._entries + self._owned)
 
     def with_neighbours(self) -> Iterator[Moment]:
-        """Yields the moments with exchange across batches: when the first rows have arrived, there are late gradients
-        of the last batch; when these are applied, early rows of the next batch arrive. Both as if they were this
-        batch's."""
+        """Yields the moments with exchange across batches, as if the neighbours were like this batch: while its first
+        dense part computes, there are late gradients of the last batch; once these are applied, early rows of the next
+        batch arrive. On a slow network the late gradients may stay longer."""
         first, *others = self.moments()
         yield replace(first, gradients=first.gradients + self._rows.distinct_trained + self._entries + self._owned)
         for moment in others:

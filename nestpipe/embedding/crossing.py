@@ -70,7 +70,7 @@ def _owned_marks(earlier: Route, later: Route, has_late: bool, num_threads: int)
             places = match_tables(*lists, num_threads)
             early = places < 0
             late[places[~early]] = False
-        if before.group.frozen or not (has_late and before.group.optimizer.updates_in_parts):
+        if not (has_late and before.group.allows_late_gradients):
             late.zero_()
         all_early.append(early)
         all_late.append(late)

@@ -22,6 +22,7 @@ from nestpipe.embedding.device_dedup import dedup_on_device
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.host_link import HostLink
 from nestpipe.embedding.memory import HostCall, Swap, update_records
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch, pack_batch
 from nestpipe.embedding.plan import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
@@ -115,14 +116,14 @@ class DeviceMemory:
     def update(
         self,
         group: TableGroup,
+        optimizer: RowOptimizer,
         records: Tensor,
         slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
-        lr: float | None = None,
     ) -> None:
-        update_records(self, group, records, slots, gradient, step, is_masked, lr)
+        update_records(self, group, optimizer, records, slots, gradient, step, is_masked)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         if self._is_staged:

@@ -62,6 +62,11 @@ class TableGroup:
         return self.tables[0].optimizer
 
     @cached_property
+    def allows_late_gradients(self) -> bool:
+        """Returns whether some rows of a batch may be updated during the next one."""
+        return not self.frozen and self.optimizer.updates_in_parts
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(table.name for table in self.tables)
 

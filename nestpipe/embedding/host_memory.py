@@ -14,6 +14,7 @@ from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.memory import HostCall, Swap, update_records
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
@@ -108,14 +109,14 @@ class HostMemory:
     def update(
         self,
         group: TableGroup,
+        optimizer: RowOptimizer,
         records: Tensor,
         slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
-        lr: float | None = None,
     ) -> None:
-        update_records(self, group, records, slots, gradient, step, None, lr)
+        update_records(self, group, optimizer, records, slots, gradient, step, None)
 
     def empty_message(self, num_bytes: int) -> Tensor:
         message = recycled.empty((num_bytes,), torch.uint8)

@@ -5,7 +5,7 @@ sums and updates rows and gradients by index. Each call handles all tables of a 
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch
 from nestpipe.kernels.rows.segments import Segments
 
@@ -137,15 +138,14 @@ class Memory(Protocol):
     def update(
         self,
         group: TableGroup,
+        optimizer: RowOptimizer,
         records: Tensor,
         slots: Tensor | None,
         gradient: Tensor,
         step: int,
         is_masked: Tensor | None,
-        lr: float | None = None,
     ) -> None:
-        """Applies the group's row optimizer to slots, None for all, unless `is_masked`, a bool on the device, is
-        true. lr: None for the learning rate of the step."""
+        """Applies a row optimizer to slots, None for all, unless `is_masked`, a bool on the device, is true."""
 
     def empty_message(self, num_bytes: int) -> Tensor:
         """Returns uninitialised memory for a message that a channel can send or receive."""
@@ -179,20 +179,19 @@ def memory_on(device: torch.device, *, is_staged: bool = False) -> Memory:
 def update_records(
     memory: Memory,
     group: TableGroup,
+    optimizer: RowOptimizer,
     records: Tensor,
     slots: Tensor | None,
     gradient: Tensor,
     step: int,
     is_masked: Tensor | None,
-    lr: float | None = None,
 ) -> None:
     """Applies the row optimizer of a group. One that needs dense arrays gets a copy of the slots."""
-    optimizer, dim, end = group.optimizer, group.dim, group.num_columns
-    given: dict[str, Any] = {} if lr is None else {"lr": lr}  # an optimizer of one's own may have an apply without it
+    dim, end = group.dim, group.num_columns
     if slots is None or optimizer.takes_slots(is_on_device=is_masked is not None):
-        optimizer.apply(records[:, :dim], records[:, dim:end], gradient, step, is_masked, slots, **given)
+        optimizer.apply(records[:, :dim], records[:, dim:end], gradient, step, is_masked, slots)
         return
     dense = memory.empty_rows(len(slots), records.shape[1], group.dtype)
     memory.copy_rows(records, slots, dense, None)
-    optimizer.apply(dense[:, :dim], dense[:, dim:end], gradient, step, is_masked, **given)
+    optimizer.apply(dense[:, :dim], dense[:, dim:end], gradient, step, is_masked)
     memory.copy_rows(dense, None, records, slots)

@@ -67,19 +67,18 @@ class RowOptimizer:
         step: int,
         is_masked: Tensor | None = None,
         slots: Tensor | None = None,
-        lr: float | None = None,
     ) -> None:
         """Updates rows and state. For rows in device memory `is_masked` says that the step does not count; only the
         device knows it.
 
         slots: [n] slots of `rows` and `state` that the gradient [n, dim] belongs to; None if they are the rows, in
-        order. Only an optimizer that `takes_slots` accepts them. lr: None for the learning rate of the step.
+        order. Only an optimizer that `takes_slots` accepts them.
         """
         if slots is not None and not self.takes_slots(is_on_device=is_masked is not None):
             raise ValueError(f"{type(self).__name__} updates dense arrays only: copy the records out of their slots")
         if self.weight_decay != 0.0:
             gradient = gradient + self.weight_decay * rows
-        lr = self.learning_rate(step) if lr is None else lr
+        lr = self.learning_rate(step)
         in_slots = {} if slots is None else {"slots": slots}  # an update may have no such parameter
         if is_masked is None:
             self.update(rows, state, gradient, step, lr, **in_slots)

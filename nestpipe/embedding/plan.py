@@ -138,7 +138,7 @@ class GroupReturns:
     sums: KeySums
     """Keys that are updated at the end of the batch."""
     late_sums: KeySums | None
-    """Keys that are updated during the next batch; None without late gradients."""
+    """Keys that are updated during the next batch; None if the group has no late gradients."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "GroupReturns":
         return replace(
@@ -205,6 +205,8 @@ def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early:
 
 def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late: list[Marks] | None = None) -> Returns:
     """Plans how the gradients of a batch travel among several ranks. late: None if none are."""
+    if not any(owner.group.allows_late_gradients for owner in route.owner_dedups):
+        late = None
     marks = late if late is not None else [None] * len(route.owner_dedups)
     trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
     groups = [_group_returns(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
@@ -270,7 +272,7 @@ def _group_returns(
         into = _listed(owned, num_parts, "last", window, owner.entry_counts, rank)
     order, offsets = _entries_by_key(owner)
     sums, late_sums = KeySums(None, make_segments(order, offsets)), None
-    if late is not None:
+    if late is not None and dedup.group.allows_late_gradients:
         sums, late_sums = (_sums_of(keys, order, offsets) for keys in (~late.owned, late.owned))
     return GroupReturns(dedup.group, out, into, len(owner.key_index), sums, late_sums)
 

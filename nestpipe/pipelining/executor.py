@@ -37,8 +37,8 @@ class Executor:
     and the stream of an operation that depends on it waits for the mark.
 
     The issuer, if there is one, is the thread of all lanes that issue collectives of device memory; each lane keeps
-    its own stream. Their operations depend only on the compute lane's, so the issuer does them in the order of the
-    list.
+    its own stream. It does their operations in the order of the list, so one that waits for another lane, as early
+    rows do for retrieve, holds up those behind it.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ class PipelineOptions:
     """"once" if a row travels once a batch; "resend" if it travels with every micro-batch that uses it."""
     cross_batch: bool = True
     """In nested: rows that the batch before does not change are sent while it trains, and gradients that the next batch
-    does not need are returned while that one trains. A step then ends only after the next batch was read."""
+    does not need are returned while that one trains. A step then ends only after the next batch was read, which
+    must not depend on its result."""
     late_gradients: bool = True
     """Whether gradients may be returned during the next batch. Set it to False to read `Step.gradients`."""
     codec: Codec = PLAIN

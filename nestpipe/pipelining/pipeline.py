@@ -345,6 +345,7 @@ class Pipeline:
             self.budget.end()
         watch = self.world.watch
         if watch.failure is not None:
+            self.partially_updated = self.stages.is_partially_updated()
             self.executor.release()
             self.stages.close()  # so that the next run reports the lost ranks, not an open writer
             return
@@ -380,6 +381,7 @@ class Pipeline:
         self.executor.close()
         self.untrained = self.stages.untrained()
         self.world.finish_device()  # the next run may reuse the memory of this one
+        self.stages.free()
         self.trace.settle()
 
     def _leave_step(self) -> None:

@@ -1,12 +1,15 @@
 """The update of rows by their gradients. With late gradients a batch has two, the second one during the next batch."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from nestpipe.device.streams import use_here
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.resident import ResidentRows
 
 
@@ -19,17 +22,20 @@ class RowUpdate:
     scale: float | Tensor
     is_masked: Tensor | None
     """On a device: True if the step does not count."""
-    learning_rates: tuple[float, ...] | None = None
-    """Learning rate of each group; None for that of the step."""
+    optimizers: tuple[RowOptimizer, ...]
+    """Row optimizer of each group."""
 
-    def kept(self, groups: Sequence[ResidentRows]) -> "RowUpdate":
-        """Returns a copy that later changes of the learning rates or the scale do not reach."""
-        rates = tuple(rows.group.optimizer.learning_rate(self.step + 1) for rows in groups)
+    def kept(self) -> "RowUpdate":
+        """Returns a copy that later changes of the optimizers or the scale do not reach."""
+        optimizers = tuple(copy(optimizer) for optimizer in self.optimizers)
+        for optimizer in optimizers:
+            optimizer.lr = optimizer.learning_rate(self.step + 1)
         scale = self.scale.clone() if isinstance(self.scale, Tensor) else self.scale
-        return replace(self, scale=scale, learning_rates=rates)
+        return replace(self, scale=scale, optimizers=optimizers)
 
     def apply(self, memory: Memory, groups: Sequence[ResidentRows], gradients: Sequence[RowGradients | None]) -> None:
-        for g, (rows, sums) in enumerate(zip(groups, gradients, strict=True)):
+        use_here(self.scale if isinstance(self.scale, Tensor) else None, self.is_masked)
+        for rows, optimizer, sums in zip(groups, self.optimizers, gradients, strict=True):
             if sums is None:
                 continue
             values, slots = sums.values, rows.slots
@@ -38,5 +44,4 @@ class RowUpdate:
             if sums.keys is not None:
                 assert slots is not None
                 slots = slots.index_select(0, sums.keys)
-            lr = None if self.learning_rates is None else self.learning_rates[g]
-            memory.update(rows.group, rows.records, slots, values, self.step + 1, self.is_masked, lr)
+            memory.update(rows.group, optimizer, rows.records, slots, values, self.step + 1, self.is_masked)

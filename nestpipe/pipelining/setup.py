@@ -18,11 +18,13 @@ def can_cross(world: World, options: PipelineOptions) -> bool:
     if not options.cross_batch or options.stale:
         return False
     if world.issuer is not None and not world.has_reductions:
-        warn(
-            "cross_batch is off: collectives of DDP or FSDP are outside of the order in which one thread issues all "
-            "others on NCCL. To have it, sum dense gradients with a DenseReducer that is made before the pipeline",
-            stacklevel=4,
-        )
+        if world.rank == 0:
+            warn(
+                "exchange across batches is off: collectives of DDP or FSDP are outside of the order in which one "
+                "thread issues all others on NCCL. To have it, sum dense gradients with a DenseReducer that is made "
+                "before the pipeline; cross_batch=False switches this warning off",
+                stacklevel=4,
+            )
         return False
     return True
 

@@ -243,10 +243,11 @@ class Stages:
         assert training is not None
         assert resident is not None
         training.is_partially_updated = True
-        update = RowUpdate(number, scale, is_masked)
+        optimizers = tuple(rows.group.optimizer for rows in resident.groups)
+        update = RowUpdate(number, scale, is_masked, optimizers)
         update.apply(self._memory, resident.groups, training.sums)
         if training.exchange is not None and training.exchange.has_late_gradients:
-            training.late = update.kept(resident.groups)
+            training.late = update.kept()
         state.applied = Applied(number)
         training.is_partially_updated = False
 
@@ -350,9 +351,14 @@ class Stages:
         self._residence.forget()
 
     def is_partially_updated(self) -> bool:
-        """Returns whether an update failed halfway in records that would be written back."""
+        """Returns whether records that would be written back lack a part of their step's update."""
         training = [state.training for state in self._states.values() if state.training is not None]
-        return self._keeps_rows and any(batch.is_partially_updated for batch in training)
+        return self._keeps_rows and any(batch.is_partially_updated or batch.late is not None for batch in training)
+
+    def free(self) -> None:
+        """Frees the memory of all exchanges. The device must have finished."""
+        for state in self._states.values():
+            state.training = None
 
     def untrained(self) -> list[Batch | Exception]:
         """Returns batches that were pulled but not trained, and errors of reading that were not raised, in order."""

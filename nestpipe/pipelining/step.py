@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nestpipe.device.generators import seed_generators
 from nestpipe.device.numerics import squared_norm
+from nestpipe.device.streams import use_here
+from nestpipe.distributed import RankError
 from nestpipe.embedding.exchange import BatchExchange
 from nestpipe.embedding.features import Embeddings
 from nestpipe.pipelining.batch_state import BatchState
@@ -80,7 +82,16 @@ class Step:
                 del rows
             self._num_done += 1
             executor.step_over()
-        executor.wait(executor.play_until("reduce"))
+        op = executor.play_until("reduce")
+        try:
+            executor.wait(op)
+        except RankError as error:
+            if self._pipeline.crosses_batches:
+                error.add_note(
+                    "with exchange across batches a step waits until the next batch was read; if yours depends on the "
+                    "result of the step before it, set exchange.cross_batch (cross_batch of the pipeline) to false"
+                )
+            raise
         executor.step_over()
 
     def _micro_batch(self, number: int, rows: list[Tensor], is_last: bool) -> MicroBatch:
@@ -115,6 +126,7 @@ class Step:
         state, world = self.state, self._pipeline.world
         assert state.resident is not None
         part = loss.detach() if loss is not None else torch.zeros((), dtype=torch.float64, device=world.device)
+        use_here(self._exchange.exceeds)
         any_non_finite = non_finite | (self._exchange.exceeds[0] != 0) | ~part.isfinite()
         numbers = extra if extra is not None else torch.empty(0, dtype=torch.float64)
         with self.trace.span("commit"):

@@ -208,7 +208,7 @@ class ExchangeSection:
     cross_batch: bool = key(
         True,
         "nested: send rows that the batch before does not change while it trains, and return gradients that the next "
-        "batch does not need while that one trains",
+        "batch does not need while that one trains; needs data that do not depend on the last step",
         option="cross_batch",
     )
 

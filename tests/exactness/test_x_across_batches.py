@@ -3,8 +3,9 @@
 Batches share none, some or all of their keys, and between two steps there are flushes, saves, stops, errors and steps
 that are not finite. Each of these changes makes a test fail: send a row of both batches early (`early[:] = True` in
 crossing._owned_marks), defer a gradient that the next batch needs (`late[:] = True` there), give up slots whose late
-update is to come (`range(number - 1, number)` in Stages._in_flight_before), apply it with the later step's learning
-rate (`lr = None` in RowUpdate.apply), or leave it out before a flush (return at once in Stages.complete_updates).
+update is to come (`range(number - 1, number)` in Stages._in_flight_before), apply it with the later step's
+settings (return `self` in RowUpdate.kept), leave it out before a flush (return at once in Stages.complete_updates), or
+ignore the error of another rank (`if error is not None` in crossing._exchanged).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 
 from nestpipe import Batch, Trainer, World
 from nestpipe.distributed import RankError
+from nestpipe.embedding import crossing
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining import NonFiniteError
 from tests.exactness.cases import Case, make_trainer, on_ranks
@@ -147,17 +149,47 @@ def non_finite(trainer: Trainer, batches: list[Batch], at: int, folder: Path) ->
     return [trainer.digest(), *_continued(trainer, batches[at + 1 :])]
 
 
-def with_other_rate(trainer: Trainer, batches: list[Batch], at: int, folder: Path) -> list[str]:
-    """The user changes the learning rate between two steps: it holds for the later one only."""
+def with_other_settings(trainer: Trainer, batches: list[Batch], at: int, folder: Path) -> list[str]:
+    """The user changes the row optimizer between two steps: that holds for the later one only."""
 
     def change(_: object) -> None:
         if trainer.num_steps == at:
             for table in trainer.tables:
-                assert table.optimizer is not None
-                table.optimizer.lr = 7.0
+                table.optimizer.lr, table.optimizer.weight_decay = 7.0, 0.5
 
     trainer.fit(batches, after_step=change)
     return []
+
+
+def without_samples(trainer: Trainer, batches: list[Batch], at: int, folder: Path) -> list[str]:
+    """A batch is no step: late gradients of the batch before it are applied in its place."""
+    none = keys_batch(torch.empty(0, dtype=torch.int64))
+    trainer.fit([*batches[:at], none, *batches[at:]])
+    assert trainer.num_skipped == 1
+    return []
+
+
+def failed_on_one_rank(trainer: Trainer, batches: list[Batch], at: int, folder: Path) -> list[str]:
+    """The last rank cannot find out what crosses the boundary: all ranks raise at the same batch, and go on."""
+    is_nested, number = trainer.options.schedule == "nested", 0
+    owned_marks = crossing._owned_marks
+
+    def fails(*arguments):
+        nonlocal number
+        number += 1
+        if number == at and trainer.world.rank == trainer.world.size - 1:
+            raise MemoryError("no memory for this test")
+        return owned_marks(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossing, "_owned_marks", fails)
+        if is_nested:
+            with pytest.raises((MemoryError, RankError), match="no memory for this test"):
+                trainer.fit(batches)
+        else:
+            trainer.fit(batches, steps=at)
+    assert trainer.num_steps == at
+    return [trainer.digest(), *_continued(trainer, batches[at:])]
 
 
 def _continued(trainer: Trainer, batches: list[Batch]) -> list[str]:
@@ -171,14 +203,16 @@ EVENTS: dict[str, Event] = {
     "stop": stopped,
     "error": refused,
     "non-finite": non_finite,
-    "learning rate": with_other_rate,
+    "no step": without_samples,
+    "settings": with_other_settings,
+    "all fail": failed_on_one_rank,
 }
 
 
 def interrupted(world: World, event: str, folder: Path) -> list[tuple[int, bool]]:
     results = []
     for at in range(1, NUM_BATCHES - 1):
-        case = Case("rowwise_adagrad" if event == "learning rate" else "adam", "shared", 2)
+        case = Case("rowwise_adagrad" if event == "settings" else "adam", "shared", 2)
         digests = []
         for schedule in ("serial", "nested"):
             trainer = trainer_of(world, replace(case, schedule=schedule))

@@ -157,6 +157,8 @@ gradients return_gradients 1.0   after dense 1.0, route 2
 compute   dense 1.1              after send_rows 1.1
 gradients return_gradients 1.1   after dense 1.1, route 2
 compute   reduce 1               after prefetch 2, upload 2, route 2, return_gradients 1.0, return_gradients 1.1
+compute   commit 1
+compute   sum_gradients 1
 """
 """nested with exchange across batches."""
 

@@ -159,7 +159,7 @@ class DistributedBatch:
         return self._plan.returns
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
-        use_here(*gradients)
+        use_here(*gradients, self.exceeds)
         self._collected = []
         for g, (lists, requester) in enumerate(zip(self._returns.groups, self._requesters, strict=True)):
             gradient = gradients[g] if len(gradients) > 0 else None

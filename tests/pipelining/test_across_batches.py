@@ -1,0 +1,122 @@
+"""Exchange across batches as its users meet it: what switches it off, and what happens when a rank fails."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from torch import Tensor
+
+from nestpipe import World
+from nestpipe.distributed import RankError
+from nestpipe.optim import SGD, RowOptimizer
+from nestpipe.pipelining.options import PipelineOptions
+from nestpipe.pipelining.setup import can_cross
+from tests.exactness import cases
+from tests.exactness.cases import Case, make_trainer
+from tests.exactness.test_x_across_batches import batches_of
+from tests.ranks import run_ranks
+
+CASE = Case("adagrad", "shared", 2)
+
+
+class CountCalls(RowOptimizer):
+    """Keeps something between two calls: a step must call it once."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.num_calls = 0
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        self.num_calls += 1
+        rows.sub_(gradient * lr / self.num_calls)
+
+
+class InParts(SGD):
+    """Overrides update, and does not say that a step may call it twice."""
+
+    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
+        rows.sub_(gradient * lr)
+
+
+def trained(world: World, kinds: list[type[RowOptimizer]]) -> list[list[str]]:
+    """Returns the digests of serial and nested by row optimizer. Without late gradients, Step.gradients works."""
+    results = []
+    for kind in kinds:
+        digests = []
+        for schedule in ("serial", "nested"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(cases.OPTIMIZERS, "own", kind)
+                trainer = make_trainer(world, replace(CASE, optimizer="own", schedule=schedule))
+            trainer.check_split = False
+            trainer.fit(batches_of("some", world))
+            digests.append(trainer.digest())
+        results.append(digests)
+    return results
+
+
+def test_an_optimizer_of_ones_own_is_called_once_a_step() -> None:
+    """Fails if TableGroup.allows_late_gradients is always true, or if plan_returns gives such a group late sums."""
+    assert not CountCalls().updates_in_parts
+    assert not InParts(0.1).updates_in_parts
+    assert SGD(0.1).updates_in_parts
+    for results in run_ranks(2, trained, [CountCalls]):
+        assert all(serial == nested for serial, nested in results)
+
+
+def clipped(world: World) -> list[str]:
+    digests = []
+    for schedule in ("serial", "nested"):
+        trainer = make_trainer(world, replace(CASE, schedule=schedule), clip_norm=0.01, clip_rows=True)
+        trainer.check_split = False
+        assert not trainer.options.late_gradients
+        trainer.fit(batches_of("some", world))
+        digests.append(trainer.digest())
+    return digests
+
+
+def test_clipped_rows_need_all_gradients() -> None:
+    """Fails if the Trainer leaves late_gradients on: Step.gradients then refuses."""
+    for serial, nested in run_ranks(2, clipped):
+        assert serial == nested
+
+
+def failing_retrieve(world: World) -> tuple[str, int]:
+    """The last rank's fourth batch cannot be made resident. Each step ends with a digest, which all ranks make."""
+    trainer = make_trainer(world, replace(CASE, schedule="nested"))
+    trainer.check_split = False
+    calls, gather = [], trainer.store.gather_tables
+
+    def fails(*arguments):
+        calls.append(0)
+        if len(calls) == 4 and world.rank == world.size - 1:
+            raise MemoryError("no memory for this test")
+        return gather(*arguments)
+
+    trainer.store.gather_tables = fails
+    try:
+        trainer.fit(batches_of("none", world), after_step=lambda _: trainer.digest())
+    except (MemoryError, RankError) as error:
+        return str(error), trainer.num_steps
+    return "", trainer.num_steps
+
+
+def test_a_rank_without_rows_takes_part_until_its_turn() -> None:
+    """Fails (it waits for ever) if send_early_rows leaves out a rank whose retrieve has failed."""
+    for text, num_steps in run_ranks(2, failing_retrieve, timeout=40):
+        assert "no memory for this test" in text
+        assert num_steps == 3
+
+
+@dataclass
+class IssuingWorld:
+    has_reductions: bool
+    rank: int = 0
+    issuer: object = "a lane"
+
+
+def test_an_issuer_needs_a_reducer() -> None:
+    """Fails if can_cross leaves out the issuer."""
+    options = PipelineOptions()
+    with pytest.warns(UserWarning, match="cross_batch=False switches this warning off"):
+        assert not can_cross(IssuingWorld(has_reductions=False), options)  # type: ignore[arg-type]
+    assert can_cross(IssuingWorld(has_reductions=True), options)  # type: ignore[arg-type]
+    assert not can_cross(IssuingWorld(has_reductions=True), replace(options, cross_batch=False))  # type: ignore[arg-type]
