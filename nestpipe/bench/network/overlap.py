@@ -36,8 +36,8 @@ class KeySize:
 
     num_keys: int = 12_000
     """Distinct keys of a rank's batch."""
-    num_batches: int = 5
-    num_rounds: int = 7
+    num_batches: int = 4
+    num_rounds: int = 5
 
 
 QUICK_KEYS = KeySize(num_keys=600, num_batches=4, num_rounds=2)
@@ -138,7 +138,7 @@ class OverlapPart:
 
     def _paced_by(self, loops: dict[Way, Loop]) -> float:
         serial = loops[Way("serial", 1)]
-        times = [serial.turn(self._keys.num_batches)["exposed_exchange_ms"] for _ in range(5)]
+        times = [serial.turn(self._keys.num_batches)["exposed_exchange_ms"] for _ in range(3)]
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = PACE * statistics.median(times)
