@@ -106,6 +106,27 @@ def test_a_rank_without_rows_takes_part_until_its_turn() -> None:
         assert num_steps == 3
 
 
+def bytes_sent(world: World, cross_batch: bool) -> list[tuple[float, float, float]]:
+    """Returns the bytes of rows, gradients and keys that each step has sent to the other rank."""
+    trainer = make_trainer(world, replace(CASE, schedule="nested"), cross_batch=cross_batch)
+    trainer.check_split = False
+    times = trainer.fit(batches_of("some", world)).times
+    fields = ("exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step", "exchanged_key_bytes_per_step")
+    return [tuple(step.sizes[field] for field in fields) for step in times]  # type: ignore[misc]
+
+
+def test_only_two_bits_a_key_are_added() -> None:
+    """Fails if an early row is sent again with its first micro-batch."""
+    apart, crossed = run_ranks(2, bytes_sent, False), run_ranks(2, bytes_sent, True)
+    assert [[step[:2] for step in rank] for rank in crossed] == [[step[:2] for step in rank] for rank in apart]
+    key_bytes = [[sum(step[2] for step in steps) for steps in zip(*ranks, strict=True)] for ranks in (apart, crossed)]
+    num_keys = [number / 9 for number in key_bytes[0]]  # 8 bytes, and one of bits
+    assert key_bytes[1][0] == key_bytes[0][0]  # the first batch has none before it
+    for t in range(1, len(num_keys)):
+        added = key_bytes[1][t] - key_bytes[0][t]
+        assert 0 < added <= 2 * (1 + 1) + (num_keys[t - 1] + num_keys[t]) / 8  # of each rank: an error, and a part byte
+
+
 @dataclass
 class IssuingWorld:
     has_reductions: bool
