@@ -22,7 +22,7 @@ from nestpipe.simulator.cluster import (
 from nestpipe.simulator.network import all_to_all
 from nestpipe.simulator.result import Result, sum_up
 from nestpipe.simulator.simulate import play_case
-from nestpipe.simulator.ways import SCHEDULE_WAYS, has_cross_batch
+from nestpipe.simulator.ways import CROSSING, SCHEDULE_WAYS
 from nestpipe.simulator.work import Way
 
 FEW, MANY = 128, 1536
@@ -172,9 +172,8 @@ def _additions(cluster: Cluster) -> Iterator[Record]:
         "method": (cluster, _way("nested")),
         "send-once": (once, _way("nested")),
         "resident-rows": (resident, _way("nested")),
+        "cross-batch": (resident, CROSSING),
     }
-    if has_cross_batch():
-        cases["cross-batch"] = resident, Way("nested-cross-batch", "nested", cross_batch=True)
     for name, (changed, way) in cases.items():
         few, many = (result_of(changed, num, way) for num in (FEW, MANY))
         yield {
