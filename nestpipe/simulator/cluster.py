@@ -90,7 +90,8 @@ class NetworkSection:
     between_latency_us: float = key(5.0, "latency of an All2All for each peer in another node", at_least=0)
     incast: float = key(0.0005, "growth of an All2All's time between nodes for each peer there", at_least=0)
     has_issuer: bool = key(
-        True, "one thread of a worker issues all exchanges of rows, as with NCCL; false: each lane its own, as with gloo"
+        True,
+        "one thread of a worker issues all exchanges of rows, as with NCCL; false: each lane its own, as with gloo",
     )
 
 

@@ -18,6 +18,11 @@ SCHEDULE_WAYS = (
 """Ways that nestpipe trains in, stale for experiments only."""
 
 
+def way_named(name: str) -> Way:
+    """Returns one of SCHEDULE_WAYS. The ways of the four schedules have their names."""
+    return next(way for way in SCHEDULE_WAYS if way.name == name)
+
+
 def all_ways(num_groups: int) -> tuple[Way, ...]:
     """Returns the ways of training, and as costs only: 2D sparse parallel, and an All2All in two hops."""
     return (
