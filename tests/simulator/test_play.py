@@ -83,7 +83,7 @@ def test_a_slow_host_lane_by_hand() -> None:
         (2, {}, 36, 5 + 6),
         # Late gradients until 25, applied until 27: return 0 until 33, return 1 until 39. Dense ends at 25.
         (2, {"return_late_gradients": 20}, 44, 5 + 14),
-        # send 0 until 24. Early ones wait for late gradients, until 32, and their update, until 34: they travel until 74.
+        # send 0 until 24. Late gradients until 32, applied until 34: early rows wait for that, and travel until 74.
         # Training ends at 55. So early rows of the next batch travel until 19 after that, and its send 0 until 24.
         (2, {"send_early_rows": 40}, 55, 24 + 6),
     ],
