@@ -20,7 +20,8 @@ from nestpipe.simulator.simulate import Record
 from nestpipe.simulator.simulate import simulate as records_of
 from nestpipe.simulator.trace_out import write_simulated_trace
 from nestpipe.simulator.trace_times import read_trace_times
-from nestpipe.simulator.ways import all_ways
+from nestpipe.simulator.ways import CROSSING, all_ways
+from nestpipe.simulator.work import Way
 
 LEAST_WIDTH = 120
 """Columns of the widest table."""
@@ -113,24 +114,32 @@ def _predict(traces: Sequence[Path], cluster: Cluster | None, console: Console) 
     errors = [fit_error(fitted) for fitted in fits]
     for fitted, error in zip(fits, errors, strict=True):
         console.print(
-            f"{fitted.name}: {fitted.schedule}, micro-batches {fitted.num_micro_batches}, ranks {fitted.num_ranks}, "
+            f"{fitted.name}: {fitted.way.name}, micro-batches {fitted.num_micro_batches}, ranks {fitted.num_ranks}, "
             f"{fitted.step_ms:,.1f} ms a step; fit error {error:+.1%}",
             highlight=False,
         )
     num = max(fitted.num_micro_batches for fitted in fits)
+    described = cluster or Cluster()
     if cluster is not None or num == 1:
-        num = (cluster or Cluster()).batch.num_micro_batches
-    predicted = predictions(fits, num, 0.0 if cluster is None else cluster.pool.hit_rate)
+        num = described.batch.num_micro_batches
+    predicted = predictions(fits, num, 0.0 if cluster is None else cluster.pool.hit_rate, described.overlap)
     console.print(predictions_table(predicted, fits))
+    if not all(fitted.way.cross_batch for fitted in fits):
+        whose = "of the default cluster" if cluster is None else "of the cluster file"
+        console.print(f"{CROSSING.name}: batch.key_overlap = {described.overlap.keys:g}, {whose}", highlight=False)
     if all(fitted.num_micro_batches != num for fitted in fits):
         console.print(f"no trace has {num} micro-batches: taken as equal parts, with no cost of splitting")
     return [
         *(
-            {"trace": fitted.name, "schedule": fitted.schedule, "step_ms": fitted.step_ms, "fit_error": error}
+            {"trace": fitted.name, **_named(fitted.way), "step_ms": fitted.step_ms, "fit_error": error}
             for fitted, error in zip(fits, errors, strict=True)
         ),
         *(
-            {"schedule": schedule, "num_micro_batches": number, "predicted_step_ms": result.step_ms, **result.parts}
-            for (schedule, number), result in predicted.items()
+            {**_named(way), "num_micro_batches": number, "predicted_step_ms": result.step_ms, **result.parts}
+            for (way, number), result in predicted.items()
         ),
     ]
+
+
+def _named(way: Way) -> dict[str, str | bool]:
+    return {"way": way.name, "schedule": way.schedule, "cross_batch": way.cross_batch}

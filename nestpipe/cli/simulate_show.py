@@ -8,6 +8,7 @@ from nestpipe.simulator.cluster_text import describe
 from nestpipe.simulator.fit import Fitted
 from nestpipe.simulator.result import Result
 from nestpipe.simulator.simulate import Record
+from nestpipe.simulator.work import Way
 
 LANES = ("compute", "host", "route", "rows", "gradients")
 """Lanes whose utilisation is printed; --json has all."""
@@ -31,17 +32,18 @@ def records_table(records: Sequence[Record]) -> Table:
     return table
 
 
-def predictions_table(predicted: Mapping[tuple[str, int], Result], fits: Sequence[Fitted]) -> Table:
-    """Returns a table of schedules on the machine of traces."""
+def predictions_table(predicted: Mapping[tuple[Way, int], Result], fits: Sequence[Fitted]) -> Table:
+    """Returns a table of ways of training on the machine of traces."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("schedule")
+    table.add_column("way", no_wrap=True)
     for name in ("micro-batches", "step ms", "dense", "look-up", "exchange", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)
-    serial_ms = predicted["serial", min(fitted.num_micro_batches for fitted in fits)].step_ms
-    for (schedule, number), result in predicted.items():
+    fewest = min(fitted.num_micro_batches for fitted in fits)
+    serial_ms = next(r.step_ms for (way, num), r in predicted.items() if way.schedule == "serial" and num == fewest)
+    for (way, number), result in predicted.items():
         parts = (result.parts[name] for name in ("dense_ms", "exposed_lookup_ms", "exposed_exchange_ms"))
         table.add_row(
-            schedule,
+            way.name,
             str(number),
             *(f"{ms:,.1f}" for ms in (result.step_ms, *parts)),
             f"{serial_ms / result.step_ms:.2f}",

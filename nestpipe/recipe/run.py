@@ -75,6 +75,7 @@ def run(
     times = summarise(result.times, world)
     if trace_path is not None and result.spans is not None and not (was_complete and trace_path.exists()):
         about = {name: times.fields[name] for name in ("resident_rows", "resident_bytes", "hit_rate")}
+        about["has_issuer"] = float(world.issuer is not None)
         write_trace(result.spans, world, trace_path, result.traced_steps, about)
     summary: Summary = {
         "schedule": config.pipeline.schedule,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from nestpipe.recipe.config import key
+from nestpipe.simulator.overlap import Overlap
 
 WINDOWS = ("once", "resend")
 
@@ -88,6 +89,10 @@ class NetworkSection:
     inside_latency_us: float = key(2.0, "latency of an All2All for each peer in the node", at_least=0)
     between_latency_us: float = key(5.0, "latency of an All2All for each peer in another node", at_least=0)
     incast: float = key(0.0005, "growth of an All2All's time between nodes for each peer there", at_least=0)
+    has_issuer: bool = key(
+        True,
+        "one thread of a worker issues all exchanges of rows, as with NCCL; false: each lane its own, as with gloo",
+    )
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,10 @@ class Cluster:
     pool: PoolSection = field(default_factory=PoolSection)
     two_d: TwoDSection = field(default_factory=TwoDSection)
     jitter: JitterSection = field(default_factory=JitterSection)
+
+    @property
+    def overlap(self) -> Overlap:
+        return Overlap(self.batch.key_overlap, self.batch.head_overlap, self.batch.tail_overlap)
 
     @property
     def row_bytes(self) -> int:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op
+from nestpipe.pipelining.schedule import CROSSING, OVERLAPPING, WINDOWED, Op
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.network import Exchange, all_reduce, all_to_all
-from nestpipe.simulator.work import Cost, Way, Work
+from nestpipe.simulator.work import Cost, Times, Way, Work
 
 KEY_BYTES = 8
+REPLY_BYTES = 2 / 8
+"""Bytes of a key in an owner's reply: a bit for its row, and one for its gradient."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Case:
     def group_size(self) -> int:
         """Workers among which rows travel."""
         return max(1, self.num_workers // self.way.num_groups)
+
+    @property
+    def crosses_batches(self) -> bool:
+        """Whether rows and gradients are exchanged across batches. A world of one exchanges nothing."""
+        return self.way.cross_batch and self.way.schedule in CROSSING and self.num_workers > 1
 
     def by_workers(self, name: str) -> float:
         section = self.cluster.by_workers
@@ -61,6 +68,8 @@ def _upload(case: Case, op: Op) -> Work:
 
 def _route(case: Case, op: Op) -> Work:
     exchange = _all_to_all(case, case.cluster.batch.keys * KEY_BYTES)
+    if case.crosses_batches:
+        exchange += _all_to_all(case, case.cluster.batch.keys * REPLY_BYTES)
     return _collective(exchange, case.by_workers("route_ms") * _planned(case))
 
 
@@ -79,19 +88,21 @@ def _begin(case: Case, op: Op) -> Work:
 
 
 def _send_rows(case: Case, op: Op) -> Work:
-    batch = case.cluster.batch
-    share = _part(case, op.micro_batch, 0, batch.head_share, batch.head_overlap)
-    return _collective(_all_to_all(case, share * _row_bytes(case)))
+    parts = _parts(case, 0, case.cluster.batch.head_share)
+    if case.crosses_batches:
+        parts = _first_uses_left(case, parts, case.cluster.overlap.blocked)
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _row_bytes(case)))
 
 
 def _return_gradients(case: Case, op: Op) -> Work:
-    batch = case.cluster.batch
-    share = _part(case, op.micro_batch, case.num_micro_batches - 1, batch.tail_share, batch.tail_overlap)
-    return _collective(_all_to_all(case, share * _row_bytes(case)))
+    parts = _parts(case, -1, case.cluster.batch.tail_share)
+    if case.crosses_batches:
+        parts = _first_uses_left(case, parts, case.cluster.overlap.urgent)
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _row_bytes(case)))
 
 
 def _across_batches(case: Case, op: Op) -> Work:
-    """Rows of the next batch, or gradients of the last, that no other batch shares."""
+    """Early rows of the next batch, or late gradients of the last one."""
     return _collective(_all_to_all(case, (1 - case.cluster.batch.key_overlap) * _row_bytes(case)))
 
 
@@ -115,7 +126,7 @@ def _commit(case: Case, op: Op) -> Work:
 
 
 def _update(case: Case, op: Op) -> Work:
-    share = case.cluster.batch.key_overlap if case.way.cross_batch else 1.0
+    share = case.cluster.batch.key_overlap if case.crosses_batches else 1.0
     sync_ms = case.cluster.two_d.sync_ms if case.way.num_groups > 1 else 0.0
     return Work(share * case.cluster.dense.row_update_ms + sync_ms)
 
@@ -149,18 +160,24 @@ STAGE_COSTS: Mapping[str, Callable[[Case, Op], Work]] = {
 }
 
 
-def _part(case: Case, micro_batch: int, place: int, share: float | None, overlap: float | None) -> float:
-    """Returns the share of a batch's rows that travel with a micro-batch. place: the micro-batch that has `share`, of
-    which `overlap` is shared with the neighbouring batch. Across batches, only shared rows travel in this way."""
+def _parts(case: Case, place: int, share: float | None) -> Times:
+    """Returns the rows that travel with each micro-batch, relative to the rows of a batch. share: that of the
+    micro-batch at `place`; the others have equal parts."""
     batch, num = case.cluster.batch, case.num_micro_batches
     if batch.window == "resend":
-        return (1.0 if num == 1 else batch.resend_growth) / num
-    share = 1 / num if share is None or num == 1 else share
-    total = 1.0
-    if case.way.cross_batch:
-        total = batch.key_overlap
-        share *= total if overlap is None or num == 1 else overlap
-    return share if micro_batch == place else max(0.0, total - share) / (num - 1)
+        return np.full(num, (1.0 if num == 1 else batch.resend_growth) / num)
+    if share is None or num == 1:
+        return np.full(num, 1 / num)
+    parts = np.full(num, (1 - share) / (num - 1))
+    parts[place] = share
+    return parts
+
+
+def _first_uses_left(case: Case, parts: Times, shared: Callable[[Times], Times]) -> Times:
+    """Returns what stays of `parts` if rows travel across batches. With resend, only one of a row's uses does so."""
+    if case.cluster.batch.window == "resend":
+        return parts - (1 - case.cluster.batch.key_overlap) / len(parts)
+    return shared(parts)
 
 
 def _row_bytes(case: Case) -> float:

@@ -14,6 +14,10 @@ class Exchange:
     latency_ms: float
     transfer_ms: float
 
+    def __add__(self, other: "Exchange") -> "Exchange":
+        """Returns the time of both, one after the other."""
+        return Exchange(self.latency_ms + other.latency_ms, self.transfer_ms + other.transfer_ms)
+
 
 def all_to_all(network: NetworkSection, num_workers: int, num_bytes: float, hops: str = DIRECT) -> Exchange:
     """Returns the time in which each worker sends num_bytes, spread evenly over all workers, itself included."""

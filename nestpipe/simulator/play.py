@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from nestpipe.pipelining.schedule import Name, Op
-from nestpipe.pipelining.stage import COMPUTE
+from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.pipelining.trace import Span
 from nestpipe.simulator.jitter import Jitter
 from nestpipe.simulator.link import Link
@@ -55,10 +55,11 @@ def play(
     jitter: Jitter | None = None,
     shared_lanes: Mapping[str, str] | None = None,
     traced: range = range(0),
+    has_issuer: bool = False,
 ) -> Played:
     """Plays `steps` steps of an endless list. shared_lanes: lanes, and the lane whose thread does their work. traced:
-    workers whose spans are kept."""
-    nodes = _nodes(_first_steps(operations, steps), shared_lanes or {})
+    workers whose spans are kept. has_issuer: one thread issues all exchanges of rows."""
+    nodes = _nodes(_first_steps(operations, steps), shared_lanes or {}, has_issuer)
     player = _Player(nodes, cost, num_workers, jitter, traced)
     player.play()
     return player.played
@@ -72,7 +73,8 @@ def _first_steps(operations: Iterator[Op], steps: int) -> Iterator[Op]:
             return
 
 
-def _nodes(operations: Iterator[Op], shared_lanes: Mapping[str, str]) -> list[_Node]:
+def _nodes(operations: Iterator[Op], shared_lanes: Mapping[str, str], has_issuer: bool) -> list[_Node]:
+    issuer = _Issuer()
     nodes: list[_Node] = []
     by_name: dict[Name, int] = {}
     last_on_thread: dict[str, int] = {}
@@ -82,12 +84,31 @@ def _nodes(operations: Iterator[Op], shared_lanes: Mapping[str, str]) -> list[_N
             (stage, [by_name[name] for name in names]) for stage, names in groupby(op.waits_for, lambda name: name[0])
         ]
         before = [last_on_thread[lane] for lane in dict.fromkeys((thread, COMPUTE)) if lane in last_on_thread]
+        if has_issuer and STAGES[op.stage].exchanges_rows:
+            before += issuer.waits_before(op, by_name)
         after = list(dict.fromkeys([*before, *(waited for _, group in awaited for waited in group)]))
         nodes.append(_Node(op, after, awaited, num_missing=len(after)))
         for other in after:
             nodes[other].followers.append(number)
         by_name[op.name] = last_on_thread[thread] = number
     return nodes
+
+
+class _Issuer:
+    """The thread that issues all exchanges of rows, in the order of the list. On a device, exchanges take place in the
+    streams of their lanes. But what one of them waits for on the host holds up all that are issued later."""
+
+    def __init__(self) -> None:
+        self._waited_for: dict[str, int] = {}
+        """By lane of the host: the last of its operations that the thread has waited for."""
+
+    def waits_before(self, op: Op, numbers: Mapping[Name, int]) -> list[int]:
+        """Returns what the thread has waited for on the host until it issues an operation, by number."""
+        for name in op.waits_for:
+            stage = STAGES[name[0]]
+            if stage.lane != COMPUTE and not stage.exchanges_rows:
+                self._waited_for[stage.lane] = max(numbers[name], self._waited_for.get(stage.lane, 0))
+        return list(self._waited_for.values())
 
 
 class _Player:

@@ -35,7 +35,7 @@ def sum_up(played: Played) -> Result:
     parts = dict.fromkeys(FIELDS, 0.0)
     for step in counted:
         for stage, times in played.stages[step].items():
-            parts[field_of(stage)] += float(times.mean()) / len(counted)
+            parts[STAGES[stage].time_field] += float(times.mean()) / len(counted)
     whole = range(first, max(first + 1, steps - 1))  # the last batch may be written back after the end
     busy = dict.fromkeys(LANES, 0.0)
     for (lane, batch), times in played.busy.items():
@@ -43,9 +43,3 @@ def sum_up(played: Played) -> Result:
             busy[lane] = busy.get(lane, 0.0) + float(times.mean()) / len(whole)
     mean_ms = float(np.mean(spent)) / len(counted)
     return Result(float(spent.max()) / len(counted), parts, {lane: ms / mean_ms for lane, ms in busy.items()})
-
-
-def field_of(stage: str) -> str:
-    """Returns the field that counts a stage's time on the compute lane. Of stages that only other lanes do, waits are
-    all there is to count; those across batches are exchanges."""
-    return STAGES[stage].time_field if stage in STAGES else "exposed_exchange_ms"

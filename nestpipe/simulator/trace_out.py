@@ -6,6 +6,7 @@ from pathlib import Path
 from nestpipe.recipe.trace_file import events_of
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.simulate import play_case
+from nestpipe.simulator.trace_times import HAS_ISSUER
 from nestpipe.simulator.work import Way
 
 MOST_WORKERS = 4
@@ -21,5 +22,11 @@ def write_simulated_trace(cluster: Cluster, num_workers: int, way: Way, path: Pa
         for worker in traced
         for event in events_of(sorted(played.spans[worker], key=lambda span: span.begin_ns), worker, 0)
     ]
-    about = {"simulated": 1, "workers": num_workers, "first_step": 0, "end_step": cluster.run.steps}
+    about = {
+        "simulated": 1,
+        HAS_ISSUER: int(cluster.network.has_issuer),
+        "workers": num_workers,
+        "first_step": 0,
+        "end_step": cluster.run.steps,
+    }
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))

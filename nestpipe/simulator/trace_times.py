@@ -10,10 +10,11 @@ import numpy as np
 
 from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.report.trace import IN_FOLDER, RankTrace, Span, read_trace
-from nestpipe.simulator.work import Times
+from nestpipe.simulator.ways import CROSSING, way_named
+from nestpipe.simulator.work import Times, Way
 
-ACROSS = ("send_early_rows", "return_late_gradients")
-"""Stages that exchange rows across the boundary of two batches. Which rows they have depends on both."""
+HAS_ISSUER = "has_issuer"
+"""Number that a trace says of its run: 1 if one thread issued all exchanges of rows."""
 
 Place = tuple[str, int]
 """Stage and micro-batch; -1 stands for the whole batch."""
@@ -24,7 +25,9 @@ class TraceTimes:
     """Times of the steps of a trace, the first and the last left out: they may not be whole."""
 
     name: str
-    schedule: str
+    way: Way
+    has_issuer: bool
+    """One thread issued all exchanges of rows."""
     num_ranks: int
     num_micro_batches: int
     num_steps: int
@@ -42,10 +45,8 @@ class TraceTimes:
 
 def read_trace_times(path: Path) -> TraceTimes:
     """Raises ValueError for a file that is no trace, or one with fewer than 4 steps."""
-    offsets = _offsets(path)
+    offsets, has_issuer = _offsets(path)
     ranks = [read_trace(path, rank) for rank in offsets]
-    if any(span.stage in ACROSS for span in ranks[0].spans):
-        raise ValueError(f"{path} shows exchange across batches, from which no other schedule follows; trace serial")
     starts = [_starts(rank) for rank in ranks]
     whole = [batch for batch in sorted(starts[0])[1:-1] if all(batch in s and batch + 1 in s for s in starts)]
     if len(whole) < 2:
@@ -57,7 +58,8 @@ def read_trace_times(path: Path) -> TraceTimes:
     slowest = steps.max(0)
     return TraceTimes(
         ranks[0].name,
-        _schedule(ranks[0]),
+        _way(ranks[0]),
+        has_issuer,
         len(ranks),
         1 + max((micro_batch for stage, micro_batch in places if stage == "dense"), default=0),
         len(whole),
@@ -69,18 +71,20 @@ def read_trace_times(path: Path) -> TraceTimes:
     )
 
 
-def _offsets(path: Path) -> dict[int, float]:
-    """Returns when the first span of each rank began, in milliseconds, by rank."""
+def _offsets(path: Path) -> tuple[dict[int, float], bool]:
+    """Returns when the first span of each rank began, in milliseconds, by rank, and whether there was an issuer."""
     path = path / IN_FOLDER if path.is_dir() else path
     offsets: dict[int, float] = {}
     try:
-        for event in json.loads(path.read_text())["traceEvents"]:
+        trace = json.loads(path.read_text())
+        has_issuer = bool(trace.get("otherData", {}).get(HAS_ISSUER))
+        for event in trace["traceEvents"]:
             if event["ph"] == "X":
                 rank, begin = int(event["pid"]), float(event["ts"]) / 1e3
                 offsets[rank] = min(begin, offsets.get(rank, begin))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace that `nestpipe train --trace` has written: {error!r}") from None
-    return dict(sorted(offsets.items()))
+    return dict(sorted(offsets.items())), has_issuer
 
 
 def _starts(rank: RankTrace) -> dict[int, float]:
@@ -92,11 +96,13 @@ def _starts(rank: RankTrace) -> dict[int, float]:
     return starts
 
 
-def _schedule(rank: RankTrace) -> str:
+def _way(rank: RankTrace) -> Way:
+    if any(span.stage == "send_early_rows" for span in rank.spans):
+        return CROSSING
     lanes = set(rank.lanes)
     overlaps_batches, overlaps_exchanges = bool(lanes & {"host", "route", "input"}), bool(lanes & {"rows", "gradients"})
     names = {(False, False): "serial", (True, False): "inter", (False, True): "intra", (True, True): "nested"}
-    return names[overlaps_batches, overlaps_exchanges]
+    return way_named(names[overlaps_batches, overlaps_exchanges])
 
 
 _SpansOfStages = Mapping[tuple[str, int, int], list[tuple[float, float]]]

@@ -28,8 +28,9 @@ def test_a_cluster(tmp_path: Path) -> None:
     predicted = simulate("--from-trace", files[2], "--json", tmp_path / "q.json")
     assert predicted.exit_code == 0, predicted.output
     assert "fit error" in predicted.output
-    made = {r["schedule"]: r for r in json.loads((tmp_path / "q.json").read_text())["records"] if "fit_error" not in r}
-    assert set(made) == {"serial", "inter", "intra", "nested"}
+    assert "nested-cross-batch: batch.key_overlap = 0.3, of the default cluster" in predicted.output
+    made = {r["way"]: r for r in json.loads((tmp_path / "q.json").read_text())["records"] if "fit_error" not in r}
+    assert set(made) == {"serial", "inter", "intra", "nested", "nested-cross-batch"}
 
 
 def test_keys_are_listed() -> None:

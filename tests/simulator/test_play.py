@@ -21,16 +21,24 @@ from nestpipe.simulator.work import Way, Work
 COSTS = {
     **{"prefetch": 1, "upload": 2, "route": 3, "retrieve": 4, "begin": 0, "send_rows": 5, "dense": 10},
     **{"return_gradients": 6, "reduce": 1, "commit": 1, "sum_gradients": 1, "update": 2, "write_back": 3, "other": 0},
+    **{"send_early_rows": 7, "return_late_gradients": 8, "late_update": 2},
 }
-WINDOW = ("send_rows", "dense", "return_gradients")
 
 
-def play_schedule(schedule: str, num: int, costs: Mapping[str, float], steps: int = 20) -> Played:
+def play_schedule(
+    schedule: str,
+    num: int,
+    costs: Mapping[str, float],
+    steps: int = 20,
+    cross_batch: bool = False,
+    has_issuer: bool = False,
+) -> Played:
     def cost(op: Op) -> Work:
         is_optimizer = op.stage == "dense" and op.micro_batch < 0
         return Work(0.0 if is_optimizer else float(costs[op.stage]))
 
-    return play(operations_of(Way(schedule, schedule), num, 2), cost, steps, 1)
+    operations = operations_of(Way(schedule, schedule, cross_batch=cross_batch), num, 2, has_issuer)
+    return play(operations, cost, steps, 1, has_issuer=has_issuer)
 
 
 @pytest.mark.parametrize(
@@ -65,27 +73,80 @@ def test_a_slow_host_lane_by_hand() -> None:
     assert result.step_ms == pytest.approx(50)
 
 
-def slow_ends(schedule: str, num: int, costs: Mapping[str, float], steps: int) -> dict[object, float]:
+@pytest.mark.parametrize("has_issuer", [False, True])
+@pytest.mark.parametrize(
+    ("num", "costs", "step", "exchange"),
+    [
+        # send until 2, dense until 32, return until 35, then 1 + 1 + 1 + 1. Early rows and late gradients are hidden.
+        (1, {"send_rows": 2, "dense": 30, "return_gradients": 3, "update": 1}, 39, 2 + 3),
+        # send 0 until 5; late gradients until 13, applied until 15, when dense 0 ends. The rest is as without them.
+        (2, {}, 36, 5 + 6),
+        # Late gradients until 25, applied until 27: return 0 until 33, return 1 until 39. Dense ends at 25.
+        (2, {"return_late_gradients": 20}, 44, 5 + 14),
+        # send 0 until 24. Late gradients until 32, applied until 34: early rows wait for that, and travel until 74.
+        # Training ends at 55. So early rows of the next batch travel until 19 after that, and its send 0 until 24.
+        (2, {"send_early_rows": 40}, 55, 24 + 6),
+    ],
+)
+def test_exchange_across_batches_by_hand(
+    num: int, costs: Mapping[str, float], step: float, exchange: float, has_issuer: bool
+) -> None:
+    result = sum_up(play_schedule("nested", num, {**COSTS, **costs}, cross_batch=True, has_issuer=has_issuer))
+    assert result.step_ms == pytest.approx(step)
+    assert result.parts["exposed_exchange_ms"] == pytest.approx(exchange)
+    assert result.parts["exposed_lookup_ms"] == 0
+    assert sum(result.parts.values()) == pytest.approx(step)
+
+
+def test_a_slow_host_lane_across_batches_by_hand() -> None:
+    """Batch b begins at 0, when the host lane is through with it, and its early rows still travel until 4.
+
+    send 0 until 9, retrieve until 49, write_back until 52: then b + 1 begins. Training ends at 40.
+    """
+    costs = {**COSTS, "retrieve": 40}
+    result = sum_up(play_schedule("nested", 2, costs, cross_batch=True))
+    assert result.step_ms == pytest.approx(52)
+    assert result.parts["exposed_lookup_ms"] == pytest.approx(12)
+    assert result.parts["exposed_exchange_ms"] == pytest.approx(9 + 6)
+    # With early rows, the issuer waits for retrieve, from 5 until 45. So return 1, after them, ends at 51, not at 31.
+    result = sum_up(play_schedule("nested", 2, costs, cross_batch=True, has_issuer=True))
+    assert result.step_ms == pytest.approx(56)
+    assert result.parts["exposed_lookup_ms"] == 0
+    assert result.parts["exposed_exchange_ms"] == pytest.approx(5 + 26)
+
+
+ON_HOST = ("prefetch", "upload", "route", "retrieve", "write_back")
+
+
+def slow_ends(way: Way, num: int, costs: Mapping[str, float], steps: int, has_issuer: bool) -> dict[object, float]:
     """Plays one worker in the order of the list, by the rules of the executor, one operation at a time."""
     ends: dict[object, float] = {}
     free: dict[str, float] = {}
-    for op in operations_of(Way(schedule, schedule), num, 2):
+    issued = 0.0
+    for op in operations_of(way, num, 2, has_issuer):
         if op.lane == COMPUTE and op.batch == steps:
             return {**ends, "end": free[COMPUTE]}
         starts = [free.get(op.lane, 0.0), free.get(COMPUTE, 0.0), *(ends[name] for name in op.waits_for)]
+        if has_issuer and op.lane in ("rows", "gradients"):
+            issued = max([issued, *(ends[name] for name in op.waits_for if name[0] in ON_HOST)])
+            starts.append(issued)
         is_optimizer = op.stage == "dense" and op.micro_batch < 0
         ends[op.name] = free[op.lane] = max(starts) + (0.0 if is_optimizer else costs[op.stage])
     raise AssertionError
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_against_a_slow_oracle(schedule: str) -> None:
+@pytest.mark.parametrize("has_issuer", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "cross_batch"), [*((schedule, False) for schedule in SCHEDULES), ("nested", True)]
+)
+def test_against_a_slow_oracle(schedule: str, cross_batch: bool, has_issuer: bool) -> None:
     drawn = random.Random(1)
     for num in (1, 3):
         for _ in range(5):
             costs = {stage: drawn.choice([0.0, drawn.uniform(1, 20)]) for stage in COSTS}
-            played = play_schedule(schedule, num, costs, steps=8)
-            assert float(played.starts[8][0]) == pytest.approx(slow_ends(schedule, num, costs, 8)["end"])
+            played = play_schedule(schedule, num, costs, 8, cross_batch, has_issuer)
+            slow = slow_ends(Way(schedule, schedule, cross_batch=cross_batch), num, costs, 8, has_issuer)
+            assert float(played.starts[8][0]) == pytest.approx(slow["end"])
 
 
 def test_a_collective_waits_for_the_slowest_worker() -> None:

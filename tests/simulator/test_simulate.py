@@ -1,23 +1,19 @@
 """Whole simulations: costs of stages, determinism, and what must make a step longer or shorter."""
 
-import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nestpipe.pipelining import schedule as trainer
 from nestpipe.pipelining.schedule import Op
 from nestpipe.pipelining.stage import STAGES
-from nestpipe.simulator import ways
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.costs import STAGE_COSTS, Case, costs_on
 from nestpipe.simulator.jitter import Jitter
 from nestpipe.simulator.network import all_reduce, all_to_all
 from nestpipe.simulator.simulate import Record, simulate
-from nestpipe.simulator.ways import SCHEDULE_WAYS, all_ways
+from nestpipe.simulator.ways import CROSSING, SCHEDULE_WAYS, all_ways
 from nestpipe.simulator.work import TWO_HOPS, Way
 
 SMALL = replace(Cluster(), run=replace(Cluster().run, steps=15))
@@ -137,38 +133,61 @@ def test_jitter_depends_on_the_operation_and_the_seed_alone() -> None:
     assert 50 < (slow == 3.0).sum() < 150
 
 
-def across(schedule: str, num: int, steps: int | None = None, cross_batch: bool = False) -> Iterator[Op]:
-    """The trainer's list, with early rows and late gradients put in before the first dense part."""
-    for op in trainer.operations(schedule, num, steps):
-        if cross_batch and op.stage == "dense" and op.micro_batch == 0 and op.batch:
-            yield Op("return_late_gradients", "gradients", op.batch - 1)
-            yield Op("late_update", "gradients", op.batch - 1)
-            waits = ("retrieve", op.batch + 1, -1), ("late_update", op.batch - 1, -1)
-            yield Op("send_early_rows", "rows", op.batch + 1, waits_for=waits)
-        yield op
-
-
-def test_exchange_across_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the ways ask for a list that the trainer cannot make, or its stages have no cost."""
-    monkeypatch.setattr(ways, "operations", across)
-    assert "nested-cross-batch" in [way.name for way in all_ways(4)]
-    records = by_way(QUIET, 256)
+@pytest.mark.parametrize("has_issuer", [False, True])
+def test_exchange_across_batches(has_issuer: bool) -> None:
+    """Of the exchanges of a batch, only what neighbouring batches share has to wait for their boundary."""
+    cluster = changed(QUIET, "network", has_issuer=has_issuer)
+    records = by_way(cluster, 1, 256)
     plain, crossed = records["nested", 256], records["nested-cross-batch", 256]
     assert crossed["step_ms"] < plain["step_ms"]
-    # Of the first and the last exchange, only what both batches share has to wait.
-    case = Case(QUIET, 256, Way("x", "nested", cross_batch=True), 8)
-    cost = costs_on(case)
-    shared = QUIET.batch.key_overlap
-    whole = costs_on(replace(case, way=NESTED))(Op("send_rows", "rows", 1, 0)).transfer_ms * 8
+    assert records["nested", 1]["step_ms"] == records["nested-cross-batch", 1]["step_ms"]
+    cost = costs_on(Case(cluster, 256, CROSSING, 8))
+    shared = cluster.batch.key_overlap
+    whole = costs_on(Case(cluster, 256, NESTED, 8))(Op("send_rows", "rows", 1, 0)).transfer_ms * 8
     assert sum(cost(Op("send_rows", "rows", 1, i)).transfer_ms for i in range(8)) == pytest.approx(shared * whole)
     assert cost(Op("send_early_rows", "rows", 1)).transfer_ms == pytest.approx((1 - shared) * whole)
     updates = cost(Op("update", "compute", 1)), cost(Op("late_update", "gradients", 1))
-    assert sum(float(np.sum(work.local_ms)) for work in updates) == pytest.approx(QUIET.dense.row_update_ms)
+    assert sum(float(np.sum(work.local_ms)) for work in updates) == pytest.approx(cluster.dense.row_update_ms)
 
 
-def test_without_support_there_are_no_rows_across_batches() -> None:
-    supported = "cross_batch" in inspect.signature(trainer.operations).parameters
-    assert any(way.cross_batch for way in all_ways(4)) == supported
+@pytest.mark.parametrize("has_issuer", [False, True])
+def test_batches_that_share_all_keys_have_nothing_to_exchange_across(has_issuer: bool) -> None:
+    """Then a step is that of nested, apart from the latency of empty exchanges: early, late, and the owners' reply."""
+    for num in (1, 8):
+        cluster = changed(
+            changed(QUIET, "batch", key_overlap=1.0, num_micro_batches=num), "network", has_issuer=has_issuer
+        )
+        records = by_way(cluster, 256)
+        empty = all_to_all(cluster.network, 256, 0)
+        assert empty.transfer_ms == 0
+        added_ms = float(records["nested-cross-batch", 256]["step_ms"]) - float(records["nested", 256]["step_ms"])
+        assert -1e-9 <= added_ms <= 3 * empty.latency_ms
+
+
+def test_batches_that_share_no_keys_hide_all_rows() -> None:
+    cluster = changed(changed(QUIET, "batch", key_overlap=0.0, num_micro_batches=1), "dense", ms=1000.0)
+    record = by_way(cluster, 256)["nested-cross-batch", 256]
+    empty = all_to_all(cluster.network, 256, 0)
+    assert record["exposed_exchange_ms"] == pytest.approx(2 * empty.latency_ms)
+
+
+def test_overlap_of_the_first_and_last_micro_batch() -> None:
+    cluster = changed(
+        QUIET, "batch", key_overlap=0.4, head_overlap=0.2, tail_overlap=0.8, head_share=0.1, tail_share=0.1
+    )
+    cost, plain = (costs_on(Case(cluster, 64, way, 4)) for way in (CROSSING, NESTED))
+    whole = sum(plain(Op("send_rows", "rows", 1, i)).transfer_ms for i in range(4))
+    sent = [cost(Op("send_rows", "rows", 1, i)).transfer_ms / whole for i in range(4)]
+    returned = [cost(Op("return_gradients", "gradients", 1, i)).transfer_ms / whole for i in range(4)]
+    assert sent == pytest.approx([0.1 * 0.2, *[(0.4 - 0.02) / 3] * 3])
+    assert returned == pytest.approx([*[(0.4 - 0.08) / 3] * 3, 0.1 * 0.8])
+
+
+def test_with_resend_the_first_use_of_a_row_crosses() -> None:
+    cluster = changed(QUIET, "batch", window="resend", resend_growth=1.5, key_overlap=0.4)
+    cost = costs_on(Case(cluster, 64, CROSSING, 5))
+    whole = cost(Op("send_early_rows", "rows", 1)).transfer_ms / 0.6
+    assert cost(Op("send_rows", "rows", 1, 0)).transfer_ms / whole == pytest.approx((1.5 - 0.6) / 5)
 
 
 def test_head_and_tail_shares() -> None:

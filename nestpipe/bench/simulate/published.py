@@ -22,7 +22,7 @@ from nestpipe.simulator.cluster import (
 from nestpipe.simulator.network import all_to_all
 from nestpipe.simulator.result import Result, sum_up
 from nestpipe.simulator.simulate import play_case
-from nestpipe.simulator.ways import SCHEDULE_WAYS, has_cross_batch
+from nestpipe.simulator.ways import CROSSING, way_named
 from nestpipe.simulator.work import Way
 
 FEW, MANY = 128, 1536
@@ -113,14 +113,10 @@ def _network(few_ms: float, many_ms: float, megabytes: float) -> NetworkSection:
     return NetworkSection(1, 1.0, megabytes / alone_ms, 0.0, 0.0, incast)
 
 
-def _way(name: str) -> Way:
-    return next(way for way in SCHEDULE_WAYS if way.name == name)
-
-
 def _systems() -> Iterator[tuple[System, Way]]:
     """Yields the published systems that are predicted, and the way of training of each."""
     for system in COUNTERPARTS[1:]:
-        yield system, _way("stale" if system.stale else system.schedule)
+        yield system, way_named("stale" if system.stale else system.schedule)
     two_d = ("serial", "nested")
     for system, schedule in zip(NO_COUNTERPART, two_d, strict=True):
         yield system, Way(f"{schedule}-2d", schedule, num_groups=NUM_GROUPS)
@@ -134,7 +130,7 @@ def published_records() -> Iterator[Record]:
     """Yields the rows that the cluster is calibrated on, the predicted rows, our additions, and other spreads."""
     cluster = published_cluster()
     for num_workers, row in torchrec_rows().items():
-        step_ms = result_of(cluster, num_workers, _way("serial")).step_ms
+        step_ms = result_of(cluster, num_workers, way_named("serial")).step_ms
         yield {
             **{"table": "calibrated", "system": "TorchRec", "workers": num_workers, "published_step_ms": row.step_ms},
             **{"predicted_step_ms": step_ms, "fit_error": abs(step_ms / row.step_ms - 1)},
@@ -169,12 +165,11 @@ def _additions(cluster: Cluster) -> Iterator[Record]:
     once = replace(cluster, batch=replace(cluster.batch, head_share=HEAD_SHARE, tail_share=HEAD_SHARE))
     resident = replace(once, pool=PoolSection(HIT_RATE))
     cases = {
-        "method": (cluster, _way("nested")),
-        "send-once": (once, _way("nested")),
-        "resident-rows": (resident, _way("nested")),
+        "method": (cluster, way_named("nested")),
+        "send-once": (once, way_named("nested")),
+        "resident-rows": (resident, way_named("nested")),
+        "cross-batch": (resident, CROSSING),
     }
-    if has_cross_batch():
-        cases["cross-batch"] = resident, Way("nested-cross-batch", "nested", cross_batch=True)
     for name, (changed, way) in cases.items():
         few, many = (result_of(changed, num, way) for num in (FEW, MANY))
         yield {
@@ -187,7 +182,7 @@ def _additions(cluster: Cluster) -> Iterator[Record]:
 
 
 def _spread_record(spread: Spread) -> Record:
-    result = result_of(published_cluster(spread), MANY, _way("nested"))
+    result = result_of(published_cluster(spread), MANY, way_named("nested"))
     lanes = spread.of(torchrec_rows()[MANY].lookup_ms)
     return {
         **{"table": "spread", "route_share": spread.route, "workers": MANY},

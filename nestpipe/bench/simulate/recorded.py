@@ -12,6 +12,7 @@ from typing import Any
 
 from nestpipe.bench.harness.report import Record
 from nestpipe.simulator.fit import fit_summary, predict
+from nestpipe.simulator.ways import way_named
 
 FILES = ("h200-one-rank", "h200-models", "h200-four-ranks")
 CASE = ("num_distinct", "model", "recipe", "window")
@@ -48,7 +49,7 @@ def _serial_of(run: Mapping[str, Any], runs: list[dict[str, Any]]) -> dict[str, 
 def _predicted(name: str, run: Mapping[str, Any], serial: Mapping[str, Any]) -> Record:
     num_ranks, num = int(run.get("ranks", 1)), int(run.get("num_micro_batches", 1))
     fitted = fit_summary(name, {"num_micro_batches": 1, **serial}, num_ranks)
-    step_ms = predict([fitted], str(run["schedule"]), num, float(run.get("hit_rate", 0.0))).step_ms
+    step_ms = predict([fitted], way_named(str(run["schedule"])), num, float(run.get("hit_rate", 0.0))).step_ms
     error = abs(step_ms / float(run["step_ms"]) - 1)
     is_limited = num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS
     return {

@@ -17,9 +17,13 @@ from nestpipe.bench.network.run import BURST_BYTES, lines_of
 from nestpipe.bench.simulate.published import published_records
 from nestpipe.bench.simulate.recorded import recorded_records
 from nestpipe.simulator.fit import Fitted, fit, fit_error, predict
+from nestpipe.simulator.overlap import Overlap
 from nestpipe.simulator.trace_times import read_trace_times
+from nestpipe.simulator.ways import CROSSING, way_named
 
 RATE = "1gbit"
+OVERLAPS = ("key_overlap", "head_overlap", "tail_overlap")
+"""Fields of the records of exchange across batches: what their batches share."""
 
 
 def records(quick: bool) -> Iterator[Record]:
@@ -55,13 +59,17 @@ def _network_records(quick: bool) -> Iterator[Record]:
 def _compared(record: Record, fits: list[Fitted]) -> Record:
     """Returns the record of a measured way with what is predicted for it. Serial is what costs were fitted to."""
     schedule, num = str(record["schedule"]), int(record["num_micro_batches"])
-    result = predict(fits, schedule, num)
+    overlap, way = None, way_named(schedule)
+    if record["cross_batch"]:
+        overlap, way = Overlap(*(float(record[name]) for name in OVERLAPS)), CROSSING
+    result = predict(fits, way, num, overlap=overlap)
     error = abs(result.step_ms / float(record["step_ms"]) - 1)
     errors: dict[str, float] = {"step_error" if record["compute"] == "paced" else "unlimited_step_error": error}
     if schedule == "serial":
         fitted = next(one for one in fits if one.num_micro_batches == num)
         errors = {"fit_error": abs(fit_error(fitted)), "traced_step_ms": fitted.step_ms}
-    named = ("compute", "schedule", "num_micro_batches", "ranks", "threads", "dim", "batch_size", "num_rounds", "seed")
+    shape = ("compute", "schedule", "cross_batch", "num_micro_batches", *(name for name in OVERLAPS if name in record))
+    named = (*shape, "ranks", "threads", "dim", "batch_size", "num_rounds", "seed")
     return {
         **{"table": "network", **{name: record[name] for name in named}, "rate": RATE},
         **{"measured_step_ms": record["step_ms"], "predicted_step_ms": result.step_ms, **errors},

@@ -29,8 +29,12 @@ def test_quick_run(tmp_path: Path) -> None:
     assert not [miss for miss in find_misses(load_targets("simulate"), records) if "no record answers it" in miss]
     network = [record for record in records if record["table"] == "network"]
     for compute, error in (("paced", "step_error"), ("real", "unlimited_step_error")):
-        made = {(r["schedule"], r["num_micro_batches"]): r for r in network if r["compute"] == compute}
-        assert set(made) == {("serial", 1), ("serial", 8), ("inter", 1), ("intra", 8), ("nested", 8)}
-        for (schedule, _), record in made.items():
+        made = {
+            (r["schedule"], r["num_micro_batches"], r["cross_batch"]): r for r in network if r["compute"] == compute
+        }
+        plain = {("serial", 1), ("serial", 8), ("inter", 1), ("intra", 8), ("nested", 8)}
+        assert set(made) == {(*way, False) for way in plain} | {("nested", 1, True), ("nested", 8, True)}
+        for (schedule, _, cross_batch), record in made.items():
+            assert ("key_overlap" in record) == cross_batch
             assert ("fit_error" if schedule == "serial" else error) in record
             assert record["predicted_step_ms"] > 0
