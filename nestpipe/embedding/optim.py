@@ -7,6 +7,9 @@ An update of your own gets dense arrays: rows and state of the batch, one record
 whose signature ends in `slots: Tensor | None = None` may instead get the arrays of all slots, and the slots of the
 batch: gradient[i] belongs to row and state slots[i]. It must change these only. The slots are distinct int64; None
 stands for dense arrays. This saves copies of the records. It holds for update_on_device, too.
+
+If your class keeps nothing between calls, set `can_update_in_parts = True` in it: some gradients may then be returned
+during the next batch.
 """
 
 from collections.abc import Callable, Hashable
