@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,6 @@ class Trainer:
         given its number of threads. options: fields of PipelineOptions, such as schedule and num_micro_batches.
         """
         self.options = PipelineOptions(**options)
-        if clip_norm is not None and clip_rows:
-            self.options = replace(self.options, late_gradients=False)
         self.model = model
         self.features = dict(features)
         self.tables = tables_of(features)
@@ -147,7 +144,7 @@ class Trainer:
             trace=self._trace(result),
             light_stages=self._light_stages,
             pool=self.pool,
-            **vars(self.options),
+            **self._pipeline_options(),
         )
         self.pool = pipeline.pool
         try:
@@ -178,6 +175,10 @@ class Trainer:
             source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a failed batch is not retried
             source.give_back(pipeline.untrained)
         return result
+
+    def _pipeline_options(self) -> dict[str, Any]:
+        """Returns the options of a fit. A norm over rows needs every gradient before the update."""
+        return vars(self.options) | ({"late_gradients": False} if self.clip_norm is not None and self.clip_rows else {})
 
     def _record_progress(
         self, pipeline: Pipeline, result: FitResult, num_steps_before: int, num_skipped_before: int

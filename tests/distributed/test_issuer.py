@@ -74,7 +74,8 @@ def issued(world: World, schedule: str) -> list[tuple[str, str]]:
 def test_same_order_from_one_thread(schedule: str) -> None:
     first, *others = run_ranks(3, issued, schedule)
     assert {thread for thread, _ in first} == {"nestpipe-issuer"}
-    assert [name for _, name in first].count("gradient return") == 5 * 4
+    late = 4 if schedule == "nested" else 0  # the last batch has no late gradients
+    assert [name for _, name in first].count("gradient return") == 5 * 4 + late
     assert all(other == first for other in others)
 
 

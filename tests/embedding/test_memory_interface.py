@@ -227,14 +227,14 @@ def test_update(optimizer: RowOptimizer, slots: list[int] | None) -> None:
     changed = []
     for memory, is_masked in ((host, None), (device, torch.tensor(False)), (device, torch.tensor(True))):
         mine = records.clone()
-        memory.update(group, mine, chosen, gradient, 2, is_masked)
+        memory.update(group, optimizer, mine, chosen, gradient, 2, is_masked)
         changed.append(mine)
     torch.testing.assert_close(changed[0], changed[1], rtol=1e-14, atol=0)
     assert not torch.equal(changed[0], records)
     assert torch.equal(changed[2], records)
     if chosen is not None:
         dense = records[chosen]
-        host.update(group, dense, None, gradient, 2, None)
+        host.update(group, optimizer, dense, None, gradient, 2, None)
         assert torch.equal(changed[0], records.index_copy(0, chosen, dense))
 
 

@@ -1,11 +1,11 @@
 """X1 to X5: exchange across the batch boundary gives the bits of serial, whatever happens at the boundary.
 
 Batches share none, some or all of their keys, and between two steps there are flushes, saves, stops, errors and steps
-that are not finite. Each of these changes makes a test fail: send a row of both batches early (`early[:] = True` in
-crossing._owned_marks), defer a gradient that the next batch needs (`late[:] = True` there), give up slots whose late
-update is to come (`range(number - 1, number)` in Stages._in_flight_before), apply it with the later step's
-settings (return `self` in RowUpdate.kept), leave it out before a flush (return at once in Stages.complete_updates), or
-ignore the error of another rank (`if error is not None` in crossing._exchanged).
+that are not finite. Fails if a row of both batches is sent early (`early[:] = True` in crossing._owned_marks), if a
+gradient is deferred that the next batch needs (`late[:] = True` there), if slots are given up whose late update is to
+come (`range(number - 1, number)` in Stages._in_flight_before), if it has the later step's settings (return `self` in
+RowUpdate.kept), if a flush leaves it out (return at once in Stages.complete_updates), or if the error of another rank
+is ignored (`if error is not None` in crossing._exchanged).
 """
 
 from collections.abc import Callable, Iterator

@@ -67,14 +67,13 @@ def clipped(world: World) -> list[str]:
     for schedule in ("serial", "nested"):
         trainer = make_trainer(world, replace(CASE, schedule=schedule), clip_norm=0.01, clip_rows=True)
         trainer.check_split = False
-        assert not trainer.options.late_gradients
         trainer.fit(batches_of("some", world))
         digests.append(trainer.digest())
     return digests
 
 
 def test_clipped_rows_need_all_gradients() -> None:
-    """Fails if the Trainer leaves late_gradients on: Step.gradients then refuses."""
+    """Fails if Trainer._pipeline_options leaves late_gradients on: Step.gradients then refuses."""
     for serial, nested in run_ranks(2, clipped):
         assert serial == nested
 

@@ -45,7 +45,10 @@ SECTIONS = (
         ("[tables]", "tables in recipe.toml is a section, must be a list of sections: write [[tables]]"),
         ("tables = [7]", "tables[0] in recipe.toml is 7 (an integer), must be a section: write [[tables]]"),
         ("[train]\nstep = 1", "unknown key train.step in recipe.toml; did you mean train.steps?"),
-        ("[exchange]\nzzz = 1", "unknown key exchange.zzz in recipe.toml; the keys of exchange are window"),
+        (
+            "[exchange]\nzzz = 1",
+            "unknown key exchange.zzz in recipe.toml; the keys of exchange are window, cross_batch",
+        ),
         (
             "[checkpoint]\n'a\tb' = 1",
             'unknown key checkpoint."a\\tb" in recipe.toml; the keys of checkpoint are dir, every, keep, '
