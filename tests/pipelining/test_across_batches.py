@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from torch import Tensor
 
-from nestpipe import World
+from nestpipe import Pooled, Table, Trainer, World
 from nestpipe.distributed import RankError
 from nestpipe.optim import SGD, RowOptimizer
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.setup import can_cross
-from tests.exactness import cases
-from tests.exactness.cases import Case, make_trainer
+from tests.exactness.cases import Case, SmallModel, make_trainer
 from tests.exactness.test_x_across_batches import batches_of
 from tests.ranks import run_ranks
 
@@ -37,29 +37,31 @@ class InParts(SGD):
         rows.sub_(gradient * lr)
 
 
-def trained(world: World, kinds: list[type[RowOptimizer]]) -> list[list[str]]:
-    """Returns the digests of serial and nested by row optimizer. Without late gradients, Step.gradients works."""
-    results = []
-    for kind in kinds:
-        digests = []
-        for schedule in ("serial", "nested"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(cases.OPTIMIZERS, "own", kind)
-                trainer = make_trainer(world, replace(CASE, optimizer="own", schedule=schedule))
-            trainer.check_split = False
-            trainer.fit(batches_of("some", world))
-            digests.append(trainer.digest())
-        results.append(digests)
-    return results
+def trained(world: World, has_other: bool) -> list[str]:
+    """Returns the digests of serial and nested. has_other: the second table has an optimizer that updates in parts."""
+    digests = []
+    for schedule in ("serial", "nested"):
+        other = SGD(0.5) if has_other else CountCalls()
+        features = {
+            "items": Pooled(Table("item", 5, optimizer=CountCalls(), dtype=torch.float64)),
+            "tags": Pooled(Table("tag", 3, optimizer=other, dtype=torch.float64)),
+        }
+        model = SmallModel({"items": 5, "tags": 3})
+        options = {"schedule": schedule, "num_micro_batches": 2, "check_split": False}
+        trainer = Trainer(model, features, dense_optimizer=lambda p: torch.optim.Adam(p, 0.01), world=world, **options)
+        trainer.fit(batches_of("some", world))
+        digests.append(trainer.digest())
+    return digests
 
 
-def test_an_optimizer_of_ones_own_is_called_once_a_step() -> None:
-    """Fails if TableGroup.allows_late_gradients is always true, or if plan_returns gives such a group late sums."""
+@pytest.mark.parametrize("has_other", [False, True])
+def test_an_optimizer_of_ones_own_is_called_once_a_step(has_other: bool) -> None:
+    """Fails if TableGroup.allows_late_gradients is always true."""
     assert not CountCalls().updates_in_parts
     assert not InParts(0.1).updates_in_parts
     assert SGD(0.1).updates_in_parts
-    for results in run_ranks(2, trained, [CountCalls]):
-        assert all(serial == nested for serial, nested in results)
+    for serial, nested in run_ranks(2, trained, has_other):
+        assert serial == nested
 
 
 def clipped(world: World) -> list[str]:

@@ -159,6 +159,9 @@ gradients return_gradients 1.1   after dense 1.1, route 2
 compute   reduce 1               after prefetch 2, upload 2, route 2, return_gradients 1.0, return_gradients 1.1
 compute   commit 1
 compute   sum_gradients 1
+compute   update 1
+compute   begin 2                after prefetch 2, upload 2, route 2, retrieve 2, write_back 0
+rows      send_rows 2.0          after begin 2
 """
 """nested with exchange across batches."""
 
