@@ -17,7 +17,7 @@ REPLY_BYTES = 2 / 8
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated: a cluster, a number of workers of it, and a way of training."""
+    """A simulation: some workers of a cluster, and a way of training."""
 
     cluster: Cluster
     num_workers: int

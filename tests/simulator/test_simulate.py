@@ -135,7 +135,7 @@ def test_jitter_depends_on_the_operation_and_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("has_issuer", [False, True])
 def test_exchange_across_batches(has_issuer: bool) -> None:
-    """Of the exchanges of a batch, only what neighbouring batches share has to wait for their boundary."""
+    """Only rows and gradients that neighbouring batches share have to wait for the boundary between them."""
     cluster = changed(QUIET, "network", has_issuer=has_issuer)
     records = by_way(cluster, 1, 256)
     plain, crossed = records["nested", 256], records["nested-cross-batch", 256]

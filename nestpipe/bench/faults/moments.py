@@ -26,7 +26,7 @@ CROSSING = tuple(
     Moment(name, f"nestpipe.pipelining.stages:Stages.{name}", is_rare=True)
     for name in ("send_early_rows", "return_late_gradients", "late_update")
 )
-"""Of nested among several ranks."""
+"""Stages that only nested has, with several ranks."""
 STAGE_MOMENTS = (
     *CROSSING,
     *_methods("nestpipe.pipelining.stages:Stages", ("prefetch", "upload", "route", "retrieve", "begin", "send_rows")),
