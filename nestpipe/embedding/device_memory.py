@@ -132,8 +132,11 @@ class DeviceMemory:
         embedding_memory.add(message)
         return message
 
-    def write_message(self, source: Tensor, places: Tensor, message: Tensor, message_places: Tensor | None) -> None:
-        row_kernels.copy_rows(source, places, *_in_units(message, message_places, source, len(places)))
+    def write_message(
+        self, source: Tensor, places: Tensor | None, message: Tensor, message_places: Tensor | None
+    ) -> None:
+        num_rows = len(source if places is None else places)
+        row_kernels.copy_rows(source, places, *_in_units(message, message_places, source, num_rows))
 
     def read_message(
         self, message: Tensor, message_places: Tensor | None, target: Tensor, places: Tensor | None

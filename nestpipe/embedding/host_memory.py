@@ -123,7 +123,9 @@ class HostMemory:
         embedding_memory.add(message)
         return message
 
-    def write_message(self, source: Tensor, places: Tensor, message: Tensor, message_places: Tensor | None) -> None:
+    def write_message(
+        self, source: Tensor, places: Tensor | None, message: Tensor, message_places: Tensor | None
+    ) -> None:
         unit = _unit(source, message_places)
         row_ops.write_rows(source, places, message, unit, message_places, torch.get_num_threads())
 

@@ -150,8 +150,11 @@ class Memory(Protocol):
     def empty_message(self, num_bytes: int) -> Tensor:
         """Returns uninitialised memory for a message that a channel can send or receive."""
 
-    def write_message(self, source: Tensor, places: Tensor, message: Tensor, message_places: Tensor | None) -> None:
-        """Copies source[places] to a message. message_places count in units (see plan.py); None for contiguous rows."""
+    def write_message(
+        self, source: Tensor, places: Tensor | None, message: Tensor, message_places: Tensor | None
+    ) -> None:
+        """Copies source[places], or all rows in order if places is None, to a message. message_places count in units
+        (see plan.py); None for contiguous rows."""
 
     def read_message(
         self, message: Tensor, message_places: Tensor | None, target: Tensor, places: Tensor | None

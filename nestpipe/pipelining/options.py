@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from nestpipe.embedding.capacity import check_resident_bytes
 from nestpipe.embedding.cluster import BY_KEYS, Clustering
-from nestpipe.embedding.exchange.codec import PLAIN, Codec
+from nestpipe.embedding.exchange.codec import Codec, Codecs
+from nestpipe.embedding.exchange.rounding import ROUNDING, codec_of
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES
 
@@ -27,8 +28,11 @@ class PipelineOptions:
     must not depend on its result."""
     late_gradients: bool = True
     """Whether gradients may be returned during the next batch. Set it to False to read `Step.gradients`."""
-    codec: Codec = PLAIN
-    """Form of rows and gradients in messages between ranks."""
+    row_dtype: str | Codec | None = None
+    """Form of rows in messages between ranks: "float32", "bfloat16", "float16" or "int8", which round, or a codec of
+    your own. None stands for the dtype of the table, which does not."""
+    gradient_dtype: str | Codec | None = None
+    """Form of gradients in messages, likewise."""
     seed: int = 0
     """Seed of initial rows and of the model's random numbers."""
     num_threads: int = 1
@@ -53,8 +57,27 @@ class PipelineOptions:
         if self.device_budget_bytes is not None and self.device_budget_bytes < 1:
             raise ValueError(f"device_budget_bytes is {self.device_budget_bytes}, must be at least 1")
         check_resident_bytes(self.resident_bytes)
+        for name in ("row_dtype", "gradient_dtype"):
+            self._check_codec(name, getattr(self, name))
         if self.stale and self.schedule not in OVERLAPPING:
             raise ValueError(f"stale rows need one of the schedules {', '.join(OVERLAPPING)}")
+
+    @property
+    def codecs(self) -> Codecs:
+        return Codecs(codec_of(self.row_dtype), codec_of(self.gradient_dtype))
+
+    def _check_codec(self, name: str, value: str | Codec | None) -> None:
+        if value is None:
+            return
+        if isinstance(value, str):
+            _check_choice(name, value, tuple(ROUNDING))
+        elif not isinstance(value, Codec):
+            raise ValueError(f"{name} is a {type(value).__name__}, must be a name or a Codec")
+        if self.window == "resend":
+            raise ValueError(
+                f'{name} needs window="once": gradients of window "resend" would be rounded for each micro-batch, so '
+                "that the window changed the result"
+            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -98,7 +98,7 @@ class Pipeline:
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
         memory = memory_on(world.device, is_staged=world.rows.is_staged)
-        exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codec)
+        exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs)
         schedule = options.schedule
         if exchange.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)

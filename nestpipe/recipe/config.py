@@ -10,6 +10,7 @@ from nestpipe.device.streams import default_device
 from nestpipe.distributed.backend import BACKENDS
 from nestpipe.embedding.capacity import CHOICES as RESIDENT_CHOICES
 from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
+from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
@@ -210,6 +211,18 @@ class ExchangeSection:
         "nested: send rows that the batch before does not change while it trains, and return gradients that the next "
         "batch does not need while that one trains; needs data that do not depend on the last step",
         option="cross_batch",
+    )
+    row_dtype: str | None = key(
+        None,
+        "form of rows in messages; not set: that of the table; others round",
+        choices=tuple(ROUNDING),
+        option="row_dtype",
+    )
+    gradient_dtype: str | None = key(
+        None,
+        "form of gradients in messages; not set: that of the table; others round",
+        choices=tuple(ROUNDING),
+        option="gradient_dtype",
     )
 
 

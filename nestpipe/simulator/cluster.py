@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.recipe.config import key
 from nestpipe.simulator.overlap import Overlap
 
@@ -28,7 +29,11 @@ class BatchSection:
     )
     dim: int = key(512, "columns of a row", at_least=1)
     state_columns: int = key(1, "columns of optimizer state of a row; they never leave the owner", at_least=0)
-    bytes_per_number: int = key(4, "bytes of a number of a row, also when it travels", at_least=1)
+    bytes_per_number: int = key(4, "bytes of a number of a row", at_least=1)
+    row_dtype: str | None = key(None, "form of rows in messages; not set: as in the table", choices=tuple(ROUNDING))
+    gradient_dtype: str | None = key(
+        None, "form of gradients in messages; not set: as in the table", choices=tuple(ROUNDING)
+    )
     input_mb: float = key(8.0, "megabytes that upload copies to the device", at_least=0)
     num_micro_batches: int = key(8, "micro-batches of intra and nested; serial and inter are not split", at_least=1)
     window: str = key("once", "a row travels once a batch, or with each micro-batch that uses it", choices=WINDOWS)
@@ -150,7 +155,16 @@ class Cluster:
 
     @property
     def row_bytes(self) -> int:
-        return self.batch.dim * self.batch.bytes_per_number
+        """Bytes of a row in a message."""
+        return self._message_bytes(self.batch.row_dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a row's gradient in a message."""
+        return self._message_bytes(self.batch.gradient_dtype)
+
+    def _message_bytes(self, name: str | None) -> int:
+        return self.batch.dim * self.batch.bytes_per_number if name is None else ROUNDING[name].bytes_of(self.batch.dim)
 
     @property
     def record_bytes(self) -> int:

@@ -98,12 +98,15 @@ def _return_gradients(case: Case, op: Op) -> Work:
     parts = _parts(case, -1, case.cluster.batch.tail_share)
     if case.crosses_batches:
         parts = _first_uses_left(case, parts, case.cluster.overlap.urgent)
-    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _row_bytes(case)))
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _gradient_bytes(case)))
 
 
-def _across_batches(case: Case, op: Op) -> Work:
-    """Early rows of the next batch, or late gradients of the last one."""
+def _send_early_rows(case: Case, op: Op) -> Work:
     return _collective(_all_to_all(case, (1 - case.cluster.batch.key_overlap) * _row_bytes(case)))
+
+
+def _return_late_gradients(case: Case, op: Op) -> Work:
+    return _collective(_all_to_all(case, (1 - case.cluster.batch.key_overlap) * _gradient_bytes(case)))
 
 
 def _dense(case: Case, op: Op) -> Work:
@@ -154,8 +157,8 @@ STAGE_COSTS: Mapping[str, Callable[[Case, Op], Work]] = {
     "update": _update,
     "write_back": _write_back,
     "other": _nothing,
-    "send_early_rows": _across_batches,
-    "return_late_gradients": _across_batches,
+    "send_early_rows": _send_early_rows,
+    "return_late_gradients": _return_late_gradients,
     "late_update": _late_update,
 }
 
@@ -181,8 +184,12 @@ def _first_uses_left(case: Case, parts: Times, shared: Callable[[Times], Times])
 
 
 def _row_bytes(case: Case) -> float:
-    """Returns the bytes of the rows of a batch: those of its gradients, too."""
+    """Returns the bytes of the rows of a batch in messages."""
     return case.cluster.batch.keys * case.cluster.row_bytes
+
+
+def _gradient_bytes(case: Case) -> float:
+    return case.cluster.batch.keys * case.cluster.gradient_bytes
 
 
 def _all_to_all(case: Case, num_bytes: float) -> Exchange:

@@ -1,7 +1,7 @@
 """A codec of one's own: float64 rows and gradients travel as float32. Every schedule gives the same bits with it.
 
-Fails if DistributedBatch reads or writes a message without the codec, if make_plan takes the row bytes of the group, or
-if sum_limit does not ask the codec for its largest number.
+Fails if DistributedBatch reads or writes a message without the codec, if plan_sends takes the row bytes of the group,
+or if sum_limit does not ask the codec for its largest number.
 """
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import nestpipe
 from nestpipe import Batch, Jagged, World
+from nestpipe.embedding.exchange.codec import Codec
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 from nestpipe.pipelining import NonFiniteError
@@ -17,15 +18,15 @@ from nestpipe.pipelining.schedule import SCHEDULES
 from tests.ranks import run_ranks
 
 
-class Float32:
+class Float32(Codec):
     def row_bytes(self, group: TableGroup) -> int:
         return group.dim * 4
 
     def largest(self, dtype: torch.dtype) -> float:
         return torch.finfo(torch.float32).max
 
-    def write(self, memory: Memory, rows: Tensor, places: Tensor, message: Tensor, message_places) -> None:
-        encoded = rows[places].float()
+    def write(self, memory: Memory, rows: Tensor, places, message: Tensor, message_places) -> None:
+        encoded = (rows if places is None else rows[places]).float()
         memory.write_message(encoded, torch.arange(len(encoded)), message, message_places)
 
     def read(self, memory: Memory, message: Tensor, message_places, rows: Tensor, places) -> None:
@@ -75,11 +76,11 @@ def train(world: World, factor: float, **options) -> tuple[str, float, str]:
 
 def train_every_way(world: World) -> dict[object, tuple[str, float, str]]:
     outcomes: dict[object, tuple[str, float, str]] = {"plain": train(world, 1.0, num_micro_batches=3)}
+    codecs = {"row_dtype": Float32(), "gradient_dtype": Float32()}
     for schedule in SCHEDULES:
-        for window in ("once", "resend"):
-            options = {"schedule": schedule, "window": window, "num_micro_batches": 3, "codec": Float32()}
-            outcomes[schedule, window] = train(world, 1.0, **options)
-    outcomes["too large"] = train(world, 1e39, num_micro_batches=3, codec=Float32())
+        outcomes[schedule] = train(world, 1.0, schedule=schedule, num_micro_batches=3, **codecs)
+    outcomes["by name"] = train(world, 1.0, num_micro_batches=3, row_dtype="float32", gradient_dtype="float32")
+    outcomes["too large"] = train(world, 1e39, num_micro_batches=3, **codecs)
     outcomes["large, plain"] = train(world, 1e39, num_micro_batches=3)
     return outcomes
 
@@ -88,10 +89,9 @@ def train_every_way(world: World) -> dict[object, tuple[str, float, str]]:
 def test_same_bits_in_every_schedule(size: int) -> None:
     for outcomes in run_ranks(size, train_every_way):
         plain, too_large, large = (outcomes.pop(name) for name in ("plain", "too large", "large, plain"))
-        once = {schedule: outcomes[schedule, "once"] for schedule in SCHEDULES}
-        assert len({digest for digest, *_ in once.values()}) == 1
-        assert once["serial"][0] != plain[0]
-        assert once["serial"][1] * 2 == plain[1] > 0
-        assert len({outcomes[schedule, "resend"][0] for schedule in SCHEDULES}) == 1
+        assert len({digest for digest, *_ in outcomes.values()}) == 1
+        assert outcomes["serial"][0] != plain[0]
+        assert outcomes["serial"][1] * 2 == plain[1] > 0
+        assert outcomes["by name"][1] == outcomes["serial"][1]
         assert "not finite" in too_large[2]
         assert large[2] == ""

@@ -13,7 +13,7 @@ import torch
 from nestpipe import Batch, Pooled, Table, World
 from nestpipe.data import Jagged
 from nestpipe.embedding.cluster import GIVEN_ORDER
-from nestpipe.embedding.exchange import sum_limit
+from nestpipe.embedding.exchange.codec import EXACT
 from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.pipelining.commit import NonFiniteError
@@ -35,8 +35,8 @@ FEATURES = {table.name: Pooled(table) for table in TABLES}
 
 def limits(table: Table, size: int) -> tuple[float, float]:
     """Returns the largest sum that is allowed, and the next number."""
-    edge = torch.tensor(sum_limit(table.dtype, size), dtype=table.dtype)
-    if float(edge) > sum_limit(table.dtype, size):
+    edge = torch.tensor(EXACT.sum_limit(table.dtype, size), dtype=table.dtype)
+    if float(edge) > EXACT.sum_limit(table.dtype, size):
         edge = edge.nextafter(edge.new_zeros(()))
     return float(edge), float(edge.nextafter(edge.new_full((), math.inf)))
 
@@ -102,7 +102,7 @@ def test_too_large_a_sum(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 1536])
 def test_sums_below_the_limit_add_up(dtype: torch.dtype, size: int) -> None:
     """The sum over all ranks stays finite, with room for rounding."""
-    edge = torch.tensor(sum_limit(dtype, size), dtype=dtype)
+    edge = torch.tensor(EXACT.sum_limit(dtype, size), dtype=dtype)
     total = torch.zeros((), dtype=dtype)
     for _ in range(size):
         total = total + edge

@@ -9,8 +9,8 @@ from nestpipe import PipelineOptions
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.text import load_config
 
-WITHOUT_A_KEY = {"clustering", "codec", "late_gradients"}
-"""[cluster] describes the first one; the second is an object; the third is for loops that read Step.gradients."""
+WITHOUT_A_KEY = {"clustering", "late_gradients"}
+"""[cluster] describes the first one; the second is for loops that read Step.gradients."""
 
 
 def test_every_option_has_a_key() -> None:

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.exchange.codec import PLAIN, Codec
+from nestpipe.embedding.exchange.codec import EXACT, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Marks, Plan, Returns
@@ -106,16 +105,13 @@ class Exchange(Protocol):
         then takes part in the exchange of early rows only."""
 
 
-def make_exchange(route: Channel, rows: Channel, gradients: Channel, memory: Memory, codec: Codec = PLAIN) -> Exchange:
+def make_exchange(
+    route: Channel, rows: Channel, gradients: Channel, memory: Memory, codecs: Codecs = EXACT
+) -> Exchange:
     """Returns the exchange of a world: local for one rank, distributed for several."""
     from nestpipe.embedding.exchange.distributed import DistributedExchange
     from nestpipe.embedding.exchange.local import LocalExchange
 
     if route.size == 1:
-        return LocalExchange(memory)
-    return DistributedExchange(route, rows, gradients, memory, codec)
-
-
-def sum_limit(dtype: torch.dtype, world_size: int, codec: Codec = PLAIN) -> float:
-    """Returns the largest magnitude of a requester's sum that leaves the sum over all ranks finite."""
-    return codec.largest(dtype) / (2 * world_size)
+        return LocalExchange(memory, codecs)
+    return DistributedExchange(route, rows, gradients, memory, codecs)

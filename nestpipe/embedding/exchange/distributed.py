@@ -15,8 +15,8 @@ from nestpipe.device.streams import Mark, use_here
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import RowGradients, sum_limit
-from nestpipe.embedding.exchange.codec import PLAIN, Codec
+from nestpipe.embedding.exchange import RowGradients
+from nestpipe.embedding.exchange.codec import EXACT, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import KeySums, Marks, MessageSizes, Plan, Returns, TravelList, plan_returns, plan_sends
@@ -27,13 +27,15 @@ from nestpipe.embedding.route import Route, route_keys
 class DistributedExchange:
     """See Exchange."""
 
-    def __init__(self, route: Channel, rows: Channel, gradients: Channel, memory: Memory, codec: Codec = PLAIN) -> None:
+    def __init__(
+        self, route: Channel, rows: Channel, gradients: Channel, memory: Memory, codecs: Codecs = EXACT
+    ) -> None:
         self.size = route.size
         self._route = route
         self._rows = rows
         self._gradients = gradients
         self._memory = memory
-        self._codec = codec
+        self._codecs = codecs
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
         return route_keys(batch, features, self._route, notice)
@@ -44,11 +46,11 @@ class DistributedExchange:
     def plan(
         self, route: Route, window: str, early: list[Marks] | None = None, has_returns: bool = True
     ) -> Plan | None:
-        sends = plan_sends(route, window, self._route.rank, self._codec.row_bytes, early)
+        sends = plan_sends(route, window, self._route.rank, self._codecs.rows.row_bytes, early)
         return Plan(window, sends, self.plan_returns(route, window, None) if has_returns else None)
 
     def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
-        return plan_returns(route, window, self._route.rank, self._codec.row_bytes, late)
+        return plan_returns(route, window, self._route.rank, self._codecs.gradients.row_bytes, late)
 
     def agree(self, error: Exception | None) -> None:
         channel = self._route
@@ -58,7 +60,7 @@ class DistributedExchange:
 
     def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows] | None) -> "DistributedBatch":
         assert plan is not None
-        return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory, self._codec)
+        return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory, self._codecs)
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,16 @@ class DistributedBatch:
         rows: Channel,
         gradients: Channel,
         memory: Memory,
-        codec: Codec,
+        codecs: Codecs,
     ) -> None:
         self.exceeds = memory.new_flag()
         self._plan = plan
         self._rows_channel = rows
         self._gradients_channel = gradients
         self._memory = memory
-        self._codec = codec
+        self._codecs = codecs
         self._num_micro_batches = batch.num_micro_batches
-        limits = [sum_limit(dedup.group.dtype, rows.size, codec) for dedup in batch.groups]
+        limits = [codecs.sum_limit(dedup.group.dtype, rows.size) for dedup in batch.groups]
         pairs = zip(batch.groups, limits, strict=True)
         self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}
@@ -124,7 +126,7 @@ class DistributedBatch:
 
     def _send(self, part: int, micro_batch: int) -> None:
         outgoing = self._outgoing.pop(part, None) or self._write_rows(part)
-        sends = self._plan.sends
+        sends, codec = self._plan.sends, self._codecs.rows
         targets = [requester.arriving(micro_batch) for requester in self._requesters]
         following = part + 1 if sends.num_early <= part < sends.num_early + self._num_micro_batches - 1 else None
 
@@ -133,18 +135,19 @@ class DistributedBatch:
             if outgoing.ready is not None and following is not None:
                 self._outgoing[following] = self._write_rows(following)
             for source, sent, lists, target in zip(self._sources, self._sent, sends.groups, targets, strict=False):
-                self._memory.copy_rows(source, sent.own(part), target, lists.rows_in.own(part))
+                places = sent.own(part), lists.rows_in.own(part)
+                codec.copy(self._memory, lists.group, source, places[0], target, places[1])
 
         with self._exchanged(self._rows_channel, outgoing, sends.rows_out, sends.rows_in, part, meanwhile) as received:
             for lists, target in zip(sends.groups, targets, strict=True):
                 in_message, places = lists.rows_in.in_message(part), lists.rows_in.others(part)
-                self._codec.read(self._memory, received, in_message, target, places)
+                codec.read(self._memory, received, in_message, target, places)
 
     def _write_rows(self, part: int) -> Outgoing:
         """Writes the rows that this owner sends to other ranks."""
         message = self._memory.empty_message(self._plan.sends.rows_out.num_bytes[part])
         for source, sent in zip(self._sources, self._sent, strict=True):
-            self._codec.write(self._memory, source, sent.others(part), message, sent.in_message(part))
+            self._codecs.rows.write(self._memory, source, sent.others(part), message, sent.in_message(part))
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[Tensor]:
@@ -181,7 +184,7 @@ class DistributedBatch:
         sources = [(g, source) for g, source in enumerate(self._collected) if source is not None]
         for g, source in sources:
             sent = returns.groups[g].gradients_out
-            self._codec.write(self._memory, source, sent.others(part), message, sent.in_message(part))
+            self._codecs.gradients.write(self._memory, source, sent.others(part), message, sent.in_message(part))
         outgoing = Outgoing(message, self._memory.sealed(message))
 
         def meanwhile() -> None:
@@ -197,7 +200,7 @@ class DistributedBatch:
         lists = self._returns.groups[g]
         rows, entries = lists.gradients_out.own(part), lists.gradients_in.own(part)
         if self._plan.window == "once":
-            self._memory.copy_rows(source, rows, self._entries_of(g), entries)
+            self._codecs.gradients.copy(self._memory, lists.group, source, rows, self._entries_of(g), entries)
         else:
             own = self._memory.empty_rows(len(rows), lists.group.dim, lists.group.dtype)
             self._memory.copy_rows(source, rows, own, None)
@@ -207,10 +210,10 @@ class DistributedBatch:
         lists = self._returns.groups[g]
         in_message, entries = lists.gradients_in.in_message(part), lists.gradients_in.others(part)
         if self._plan.window == "once":
-            self._codec.read(self._memory, received, in_message, self._entries_of(g), entries)
+            self._codecs.gradients.read(self._memory, received, in_message, self._entries_of(g), entries)
         else:
             rows = self._memory.empty_rows(len(entries), lists.group.dim, lists.group.dtype)
-            self._codec.read(self._memory, received, in_message, rows, None)
+            self._codecs.gradients.read(self._memory, received, in_message, rows, None)
             self._add_to_entries(g, entries, rows)
 
     def _entries_of(self, g: int) -> Tensor:

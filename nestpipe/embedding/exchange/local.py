@@ -1,4 +1,4 @@
-"""The exchange in a world of one: nothing travels.
+"""The exchange in a world of one: nothing travels, but a codec rounds as it does among several ranks.
 
 A position is the index of an owned key, so the rows of a micro-batch are gathered from the resident rows, and their
 gradients are summed by owned key.
@@ -12,7 +12,8 @@ from nestpipe.device.streams import use_here
 from nestpipe.distributed import Notice
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
-from nestpipe.embedding.exchange import RowGradients, sum_limit
+from nestpipe.embedding.exchange import RowGradients
+from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Marks, Plan, Returns
@@ -25,8 +26,9 @@ class LocalExchange:
 
     size = 1
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, codecs: Codecs = EXACT) -> None:
         self._memory = memory
+        self._codecs = codecs
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
         return route_alone(batch, notice)
@@ -48,7 +50,7 @@ class LocalExchange:
 
     def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows] | None) -> "LocalBatch":
         assert resident is not None
-        return LocalBatch(route.batch, resident, self._memory)
+        return LocalBatch(route.batch, resident, self._memory, self._codecs)
 
 
 class LocalBatch:
@@ -57,9 +59,10 @@ class LocalBatch:
     row_bytes = gradient_bytes = 0
     has_late_gradients = False
 
-    def __init__(self, batch: BatchDedup, resident: list[ResidentRows], memory: Memory) -> None:
+    def __init__(self, batch: BatchDedup, resident: list[ResidentRows], memory: Memory, codecs: Codecs) -> None:
         self.exceeds = memory.new_flag()
         self._memory = memory
+        self._codecs = codecs
         self._groups = list(zip(batch.groups, resident, strict=True))
         self._is_split = batch.num_micro_batches > 1
         self._places = [self._places_of(dedup, rows) for dedup, rows in self._groups]
@@ -87,7 +90,7 @@ class LocalBatch:
         rows = self._memory.empty_rows(dedup.num_rows(micro_batch), dedup.group.dim, dedup.group.dtype)
         if self._is_split and places is not None:
             places = places[dedup.rows_of(micro_batch)]
-        self._memory.copy_rows(source, places, rows, None)
+        self._codecs.rows.copy(self._memory, dedup.group, source, places, rows, None)
         return rows
 
     def rows(self, micro_batch: int) -> list[Tensor]:
@@ -103,7 +106,7 @@ class LocalBatch:
                 self._collect(g, dedup, micro_batch, gradient)
 
     def _collect(self, g: int, dedup: RequesterDedup, micro_batch: int, gradient: Tensor | None) -> None:
-        group, limit = dedup.group, sum_limit(dedup.group.dtype, 1)
+        group, limit = dedup.group, self._codecs.sum_limit(dedup.group.dtype, 1)
         if gradient is None:
             gradient = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype).zero_()
         if not self._is_split:
@@ -118,4 +121,13 @@ class LocalBatch:
 
     def sum_gradients(self) -> list[RowGradients | None]:
         use_here(*self._sums.values())
-        return [RowGradients(self._sums[g]) if g in self._sums else None for g in range(len(self._groups))]
+        return [RowGradients(self._coded(g)) if g in self._sums else None for g in range(len(self._groups))]
+
+    def _coded(self, g: int) -> Tensor:
+        """Returns sums as they would be if they had travelled."""
+        sums, codec, group = self._sums[g], self._codecs.gradients, self._groups[g][0].group
+        if codec is PLAIN:
+            return sums
+        coded = self._memory.empty_rows(len(sums), group.dim, group.dtype)
+        codec.copy(self._memory, group, sums, None, coded, None)
+        return coded
