@@ -30,7 +30,7 @@ ALLOWED = {
         *("data", "distributed"),
     },
     "report": set(),
-    "simulator": {"recipe", "report", "pipelining"},
+    "simulator": {"recipe", "report", "pipelining", "embedding"},
     "cli": {
         *("bench", "simulator", "recipe", "report", "train", "checkpoint", "pipelining", "datasets", "data"),
         *("distributed", "store"),
