@@ -145,12 +145,14 @@ def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
 
 
 @contextmanager
-def ranks_on(hosts: Sequence[Host], module: str, arguments: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Runs `python -m module` on each host, one rank per host, with stdout piped. Kills them at the end."""
+def ranks_on(
+    hosts: Sequence[Host], module: str, arguments: Sequence[str], ranks_per_host: int = 1
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Runs `python -m module` on each host, with stdout piped. Kills the ranks at the end."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(len(hosts)):
-            ranks.append(_start(hosts, rank, [sys.executable, "-m", module, *arguments]))
+        for rank in range(len(hosts) * ranks_per_host):
+            ranks.append(_start(hosts, rank, ranks_per_host, [sys.executable, "-m", module, *arguments]))
         yield ranks
     finally:
         with _handled(signal.SIG_IGN):
@@ -159,14 +161,14 @@ def ranks_on(hosts: Sequence[Host], module: str, arguments: Sequence[str]) -> It
                 process.wait()
 
 
-def _start(hosts: Sequence[Host], rank: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    host = hosts[rank]
+def _start(hosts: Sequence[Host], rank: int, ranks_per_host: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    host = hosts[rank // ranks_per_host]
     environment = {
         **os.environ,
         "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(PORT),
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(hosts)),
+        "WORLD_SIZE": str(len(hosts) * ranks_per_host),
         "GLOO_SOCKET_IFNAME": host.interface,
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns that addresses have no host names
     }

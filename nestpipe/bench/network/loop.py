@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,7 +152,9 @@ class Loop:
         world: World,
         threads: int,
         store: Store | None = None,
+        **options: Any,
     ) -> None:
+        """options: further options of the pipeline."""
         self.world = World(world.rank, world.size)
         self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
@@ -175,6 +178,7 @@ class Loop:
             trace=self.trace,
             # A store that waits uses little processor time, but is not light.
             light_stages=None if store is None else LightStages(0.0),
+            **options,
         )
         self._steps = iter(self.pipeline)
         self._next = next(self._steps)

@@ -1,0 +1,1 @@
+"""`bench exchange`: options for large clusters."""

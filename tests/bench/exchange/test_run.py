@@ -1,0 +1,43 @@
+"""`bench exchange` as a whole: its records, and that each target has one. Part link needs root, for network namespaces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestpipe.bench.harness.targets import find_misses, load_targets
+from tests.bench.simulate.test_run import needs_hosts
+
+
+def records_of(part: str, folder: Path) -> list[dict]:
+    path = folder / "exchange.json"
+    command = [sys.executable, "-m", "nestpipe", "bench", "exchange", "--quick", "--part", part, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    misses = find_misses(load_targets(f"exchange-{part}"), records)
+    assert not [miss for miss in misses if "no record answers it" in miss]
+    return records
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_link(tmp_path: Path) -> None:
+    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored."""
+    forms = [record for record in records_of("link", tmp_path) if record["part"] == "forms"]
+    expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
+    for field in ("row_bytes_vs_float32", "gradient_bytes_vs_float32"):
+        assert {record["row_dtype"]: record[field] for record in forms} == expected
+
+
+@pytest.mark.slow
+def test_quality(tmp_path: Path) -> None:
+    """Fails if the difference is taken from other seeds."""
+    plain, *rounded = records_of("quality", tmp_path)
+    assert plain["hr_10_distance"] == plain["hr_10_largest_distance"] == 0
+    for record in rounded:
+        differences = [record[name] - plain[name] for name in plain if name.startswith("hr_10_seed")]
+        assert len(differences) == 3
+        assert record["hr_10_minus_float32"] == pytest.approx(sum(differences) / 3)
