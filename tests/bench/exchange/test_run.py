@@ -1,4 +1,4 @@
-"""`bench exchange` as a whole: its records, and that each target has one. Part link needs root, for network namespaces."""
+"""`bench exchange` as a whole: its records; each target has one. Part link needs root, for network namespaces."""
 
 import json
 import subprocess
