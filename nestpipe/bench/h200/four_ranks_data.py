@@ -1,13 +1,15 @@
 """Table, dense model and batches of part four-ranks. Other ranks own a given share of a batch's keys."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nestpipe.bench.h200.four_ranks_recipe import Recipe
-from nestpipe.bench.harness.ways import count_exchanged
+from nestpipe.bench.harness.ways import Shares
 from nestpipe.data.batch import Batch, Jagged
+from nestpipe.distributed import World
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.features import SequenceEmbedding
@@ -96,15 +98,43 @@ def _batch(recipe: Recipe, distinct: Tensor, generator: torch.Generator) -> Batc
     return Batch({FEATURE: Jagged(keys, torch.arange(0, num_keys + 1, recipe.length))}, {"label": label})
 
 
-def exchanged_keys(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world_size: int) -> list[int]:
-    """Returns the counts of `count_exchanged`, summed over the batches."""
-    totals = [0, 0, 0]
-    features = group_features(make_features(recipe))
-    for batch in batches:
-        dedup = dedup_batch(features, batch, num_micro_batches, world_size, 1, GIVEN_ORDER).groups[0]
-        counted = count_exchanged(dedup, *requester_lists(dedup, "once", 0))
-        totals = [total + more for total, more in zip(totals, counted, strict=True)]
-    return totals
+@dataclass(frozen=True)
+class Counts:
+    """What the first and the last micro-batch exchange, of all distinct keys of all ranks."""
+
+    window: Shares
+    boundary: Shares
+    """Only keys that the batch before, or after, has, too: these wait for the boundary of two batches."""
+    overlap: dict[str, float]
+    """Fields of `Overlap`, for predictions."""
+
+
+def exchanged_keys(recipe: Recipe, batches: list[Batch], num_micro_batches: int, world: World) -> Counts:
+    """Counts keys by what the batches say. All ranks call it."""
+    features, counts = group_features(make_features(recipe)), torch.zeros(6, dtype=torch.int64)
+    keys = [batch.keys[FEATURE].values for batch in batches]
+    for number, batch in enumerate(batches):
+        dedup = dedup_batch(features, batch, num_micro_batches, world.size, 1, GIVEN_ORDER).groups[0]
+        rows_in, gradients_out = requester_lists(dedup, "once", world.rank)
+        # No two ranks use the same key, so this rank's own batches say which keys are shared.
+        before, after = keys[number - 1], keys[(number + 1) % len(keys)]
+        last = num_micro_batches - 1
+        head = dedup.keys[torch.cat([rows_in.others(0), rows_in.own(0)])]
+        tail = dedup.keys[torch.cat([gradients_out.others(last), gradients_out.own(last)])]
+        blocked, urgent = torch.isin(head, before).sum(), torch.isin(tail, after).sum()
+        shared = torch.isin(dedup.keys, before).sum()
+        counts += torch.tensor([len(head), len(tail), len(dedup.keys), blocked, urgent, shared])
+    world.control.all_reduce_sum(counts)
+    num_head, num_tail, num_keys, num_blocked, num_urgent, num_shared = counts.tolist()
+    return Counts(
+        Shares(num_head / num_keys, num_tail / num_keys),
+        Shares(num_blocked / num_keys, num_urgent / num_keys),
+        {
+            "key_overlap": num_shared / num_keys,
+            "head_overlap": num_blocked / num_head,
+            "tail_overlap": num_urgent / num_tail,
+        },
+    )
 
 
 class Tower(nn.Module):

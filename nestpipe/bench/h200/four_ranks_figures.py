@@ -1,6 +1,7 @@
 """Computes the figures of part four-ranks of `bench h200` from its rounds, next to published ones."""
 
 import statistics
+from collections.abc import Sequence
 
 from nestpipe.bench.h200.four_ranks_recipe import AS_PUBLISHED, COVERED, PUBLISHED, Recipe, serial_shares
 from nestpipe.bench.harness.pairs import spread
@@ -8,8 +9,8 @@ from nestpipe.bench.harness.report import Record
 from nestpipe.bench.harness.ways import EXCHANGES, Rounds, Shares, Values, Way, least_step_ms, medians, ratios
 
 SERIAL = Way("serial", 1)
-WAYS_AS_SERIAL = 4.0
-"""Estimated time of one step of each of the five ways, in steps of serial: two are serial, none is slower."""
+WAYS_AS_SERIAL = 7.0
+"""Estimated time of one step of each of the nine ways, in steps of serial: three are serial, none is slower."""
 
 
 def counted_steps(round_seconds: float, left_out: int, most: int, serial_ms: float) -> int:
@@ -39,6 +40,8 @@ def figures(way: Way, rounds: Rounds, shares: Shares, recipe: Recipe) -> dict[st
     fields = medians(mine)
     fields |= {name: statistics.median(values[name] for values in mine) for name in EXCHANGES}
     fields |= ratios(way, rounds, shares, "paced")
+    if way.cross_batch:
+        fields |= {"head_blocked_share": fields.pop("head_share"), "tail_urgent_share": fields.pop("tail_share")}
     fields |= _lookup_hidden(way, rounds)
     fields |= _allowed_parts(way, rounds, shares)
     if way == SERIAL:
@@ -52,6 +55,16 @@ def figures(way: Way, rounds: Rounds, shares: Shares, recipe: Recipe) -> dict[st
             "published_exposed_exchange_ms": published.exchange_ms,
         }
     return fields
+
+
+def best_of(records: Sequence[Record], recipe: Recipe) -> Record:
+    """Returns what the best number of micro-batches gives, with exchange across batches."""
+    best = min(records, key=lambda record: record["step_ms"])
+    names = {"covered": ("exposed_exchange_end_to_end",), "published": ("speedup_vs_serial", "allowed_speedup")}
+    return {
+        "best_num_micro_batches": best["num_micro_batches"],
+        **{f"best_{name}": best[name] for name in names[recipe.name]},
+    }
 
 
 def _shares_of_serial(rounds: Rounds, recipe: Recipe) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Predictions for the runs on an H200 whose results are on record.
 
-No trace of them is on record, only the summary of each run. Costs come from that of the serial run; the times of the
-other schedules are held out. What a summary does not tell: the stages of a look-up one by one, the share of them that
-runs Python, and how ranks that share a device slow each other down.
+Costs come from the serial run of the same case: from its trace where that is on record, else from its summary. The
+times of the other schedules are held out. What a summary does not tell: the stages of a look-up one by one, the share
+of them that runs Python, and how ranks that share a device slow each other down.
 """
 
 import json
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.bench.harness.report import Record
-from nestpipe.simulator.fit import fit_summary, predict
-from nestpipe.simulator.ways import way_named
+from nestpipe.simulator.fit import Fitted, fit, fit_summary, predict
+from nestpipe.simulator.overlap import Overlap
+from nestpipe.simulator.trace_times import read_trace_times
+from nestpipe.simulator.ways import CROSSING, way_named
 
 FILES = ("h200-one-rank", "h200-models", "h200-four-ranks")
+OVERLAPS = ("key_overlap", "head_overlap", "tail_overlap")
+"""Fields of runs with exchange across batches: what their batches share."""
 CASE = ("num_distinct", "model", "recipe", "window")
 """Fields in which the runs of a file differ, the schedule and the number of micro-batches aside."""
 LEAST_DENSE_MS = 20.0
@@ -29,7 +33,8 @@ def recorded_records(results: Path) -> Iterator[Record]:
         for run in runs:
             serial = _serial_of(run, runs)
             if serial is not None and run["schedule"] != "serial":
-                yield _predicted(name, run, serial)
+                traces = sorted(results.glob(f"traces/h200-{run['recipe']}-serial-*.json")) if "recipe" in run else []
+                yield _predicted(name, run, serial, [fit(read_trace_times(path)) for path in traces])
 
 
 def _is_run(record: Mapping[str, Any]) -> bool:
@@ -46,15 +51,20 @@ def _serial_of(run: Mapping[str, Any], runs: list[dict[str, Any]]) -> dict[str, 
     return like[0] if like else None
 
 
-def _predicted(name: str, run: Mapping[str, Any], serial: Mapping[str, Any]) -> Record:
+def _predicted(name: str, run: Mapping[str, Any], serial: Mapping[str, Any], fits: list[Fitted]) -> Record:
+    """fits: those of the traces of serial runs; without any, the summary of one is taken."""
     num_ranks, num = int(run.get("ranks", 1)), int(run.get("num_micro_batches", 1))
-    fitted = fit_summary(name, {"num_micro_batches": 1, **serial}, num_ranks)
-    step_ms = predict([fitted], way_named(str(run["schedule"])), num, float(run.get("hit_rate", 0.0))).step_ms
+    is_limited = len(fits) > 0 or (num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS)
+    fits = fits or [fit_summary(name, {"num_micro_batches": 1, **serial}, num_ranks)]
+    way, overlap = way_named(str(run["schedule"])), None
+    if run.get("cross_batch"):
+        way, overlap = CROSSING, Overlap(*(float(run[field]) for field in OVERLAPS))
+    step_ms = predict(fits, way, num, float(run.get("hit_rate", 0.0)), overlap).step_ms
     error = abs(step_ms / float(run["step_ms"]) - 1)
-    is_limited = num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS
+    crossing = {"cross_batch": run["cross_batch"]} if "cross_batch" in run else {}
     return {
         **{"table": "h200", "file": name, **{field: run[field] for field in CASE if field in run}},
-        **{"schedule": run["schedule"], "num_micro_batches": num, "ranks": num_ranks},
+        **{"schedule": run["schedule"], "num_micro_batches": num, "ranks": num_ranks, **crossing},
         **{"serial_step_ms": serial["step_ms"], "measured_step_ms": run["step_ms"], "predicted_step_ms": step_ms},
         ("step_error" if is_limited else "unlimited_step_error"): error,
     }

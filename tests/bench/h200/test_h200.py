@@ -106,7 +106,7 @@ def test_keys_are_skewed_and_the_same_in_every_batch() -> None:
 def test_an_unknown_part(tmp_path) -> None:
     done = CliRunner().invoke(app, ["h200", "--part", "two-ranks", "--json", str(tmp_path / "x.json")])
     assert done.exit_code == 2
-    assert "must be one of one-rank, four-ranks, pool, stages, robustness, compiled, models" in " ".join(
+    assert "must be one of one-rank, pool, stages, robustness, compiled, models, four-ranks" in " ".join(
         done.output.replace("│", " ").split()
     )
 
