@@ -60,10 +60,16 @@ def run_ranks(
 
 
 def run_fragile_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, num_results: int, timeout: float | None = None
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    num_results: int,
+    timeout: float | None = None,
+    **options: Any,
 ) -> dict[int, Any]:
-    """Returns the results, or tracebacks, of the first num_results ranks that give one. The others may die."""
-    ranks, results = _start(size, function, arguments)
+    """Returns the results, or tracebacks, of the first num_results ranks that give one. The others may die. options:
+    those of World.from_environment."""
+    ranks, results = _start(size, function, arguments, options)
     try:
         pickled = dict(results.get(timeout=timeout or limit_seconds) for _ in range(num_results))
     finally:

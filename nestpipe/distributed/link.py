@@ -3,12 +3,14 @@
 import atexit
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
@@ -22,6 +24,8 @@ T = TypeVar("T")
 
 UNLIMITED = timedelta(days=1)
 """Value for torch's own timeouts: the watch decides how long to wait, and must come first."""
+ABORT_SECONDS = 10.0
+"""Time that a rank waits until its collectives of device memory have ended."""
 END_SECONDS = 2.0
 """Time that the end of a process waits for busy threads."""
 REMEDY = (
@@ -49,8 +53,8 @@ class Link:
         self.size = size
         self.watch = Watch(rank, size, None, timeout_seconds, stall_seconds)
         self.process = os.getpid()
-        self.has_nccl = False
-        """True if NCCL collectives may be under way on a device."""
+        self._device_groups: list[dist.ProcessGroup] = []
+        self._aborting: threading.Thread | None = None
         self._sockets = Sockets()
         self._lane = Lane("link")
         _open_links.add(self)
@@ -71,9 +75,26 @@ class Link:
         if backend == "nccl":
             # NCCL's own watchdog would abort the process when a rank is lost, before the watch can say which, and why.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            self.has_nccl = True
         group: dist.ProcessGroup = self.run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
+        if backend == "nccl":
+            self._device_groups.append(group)
+            if len(self._device_groups) == 1:
+                self.watch.when_failed.append(self._abort)
         return group
+
+    @property
+    def has_device_groups(self) -> bool:
+        """Returns whether collectives may be under way on a device."""
+        return len(self._device_groups) > 0
+
+    def _abort(self) -> None:
+        """Ends the collectives of device memory that wait for a lost rank: the device would wait for ever, and with it
+        the process. NCCL may itself hang in this, so another thread does it."""
+        if self._aborting is None:
+            groups = (self._device_groups,)
+            self._aborting = threading.Thread(target=abort_all, args=groups, name="nestpipe-abort", daemon=True)
+            self._aborting.start()
+        self._aborting.join(ABORT_SECONDS)
 
     def gather(self, text: str) -> list[str]:
         """Returns the text of every rank."""
@@ -130,6 +151,17 @@ class Link:
         return pending.result()
 
 
+def abort_all(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Aborts the communicators of groups together: one after another, they could wait for each other."""
+    nccl: Any = groups[0]._get_backend(torch.device("cuda"))
+    nccl._group_start()
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        nccl._group_end()
+
+
 def _connect(rank: int, size: int) -> Store:
     """Connects like torch's env://, but does not wait for all ranks: the watch can name those that are missing."""
     is_held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -167,7 +199,7 @@ def _end_links() -> None:
         if isinstance(error, BaseException):
             link.watch.report(error)
         link.end()
-        is_stuck = is_stuck or (link.has_nccl and link.watch.failure is not None)
+        is_stuck = is_stuck or (link.has_device_groups and link.watch.failure is not None)
     wait_for_lanes(END_SECONDS)
     if is_stuck:  # the device waits for lost ranks, and torch would wait for the device
         sys.stdout.flush()

@@ -81,6 +81,8 @@ class Watch:
         self.size = size
         self.failure: BaseException | None = None
         """Reason for which this world can no longer be used."""
+        self.when_failed: list[Callable[[], None]] = []
+        """Called once there is such a reason, after the other ranks were told."""
         self._timeout_seconds, self._stall_seconds = timeout_seconds, stall_seconds
         self._activity = Activity()
         self._monitor = (
@@ -204,9 +206,10 @@ class Watch:
             try:
                 reason = f"{describe(error)} {happened_here(self._activity.place_of(error))}"
                 self._monitor.publish({self.rank: reason}, REPORT_SECONDS)
+                self._linger()
             except StoreLostError:
-                return  # the others will notice that this rank is gone
-            self._linger()
+                pass  # the others will notice that this rank is gone
+            self._end_collectives()
 
     def post(self, key: str, text: str) -> None:
         """Posts a text for other ranks. Returns when the store has it."""
@@ -288,7 +291,12 @@ class Watch:
             reasons = "; ".join(texts)
         self.failure = RankError(f"{self.where}, in {stage}: {reasons}")
         self._linger()
+        self._end_collectives()
         return self.failure
+
+    def _end_collectives(self) -> None:
+        for action in self.when_failed:
+            action()
 
     def _linger(self) -> None:
         """Waits until all ranks have read of the failure, if this process holds the store."""

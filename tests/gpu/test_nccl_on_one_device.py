@@ -4,9 +4,13 @@ Fails if operations of lanes that exchange rows get threads of their own instead
 early rows do not wait for the late update of two batches before.
 """
 
+import os
+import signal
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nestpipe import World
@@ -16,7 +20,7 @@ from nestpipe.pipelining import NonFiniteError
 from nestpipe.pipelining.schedule import SCHEDULES
 from tests.exactness.cases import Case, make_trainer
 from tests.exactness.test_e1_bit_identical import stream_batches
-from tests.ranks import run_ranks
+from tests.ranks import run_fragile_ranks, run_ranks
 
 STREAMS = ("period_2", "disjoint", "full_overlap", "random", "one_rank_empty")
 BY_NCCL = {"backend": "nccl", "nccl_may_share_device": True}
@@ -80,6 +84,37 @@ def _failing(batches: list, at: int, fails: bool):
         if number == at and fails:
             raise LookupError("no such file")
         yield batch
+
+
+def lost(world: World, kind: str) -> tuple[str, float]:
+    """Trains until the last rank is killed, or hangs before it joins a collective of device memory. Returns the error
+    of the others, and how long their device then took to finish."""
+    batches = stream_batches("random", world)
+    world.watch.timeout_seconds = world.watch.stall_seconds = 6.0
+    if world.rank == world.size - 1:
+
+        def fail(*arguments: object) -> None:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+        world.rows._issue = fail
+    trainer = make_trainer(world, Case("adam", "shared", 2, schedule="nested"))
+    trainer.check_split = False
+    with pytest.raises(RankError) as caught:
+        trainer.fit(batches)
+    started = time.monotonic()
+    torch.cuda.synchronize()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("kind", ["killed", "hangs"])
+def test_a_lost_rank_does_not_hold_the_device(device: str, kind: str) -> None:
+    """The others end their collectives, so that their device is free again. Fails if Link._abort does nothing."""
+    results = run_fragile_ranks(3, lost, kind, num_results=2, device=device, **BY_NCCL)
+    for text, seconds in results.values():
+        assert "rank 2 failed" in text
+        assert seconds < 5
 
 
 @pytest.mark.parametrize("kind", ["reader", "non-finite"])
