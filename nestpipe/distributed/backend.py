@@ -4,6 +4,7 @@ through host memory."""
 import os
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,17 @@ def choose_backend(wanted: str, places: Sequence[str], *, may_share_device: bool
             "through host memory"
         )
     return "nccl"
+
+
+def abort_all(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Aborts the communicators of groups together: one after another, they could wait for each other."""
+    nccl: Any = groups[0]._get_backend(torch.device("cuda"))
+    nccl._group_start()
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        nccl._group_end()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -5,16 +5,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import wait
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from nestpipe.distributed.backend import abort_all
 from nestpipe.distributed.lane import Lane, wait_for_lanes
 from nestpipe.distributed.monitor import POLL_SECONDS, TextStore
 from nestpipe.distributed.sockets import Sockets
@@ -149,17 +149,6 @@ class Link:
         if isinstance(error := pending.exception(), RuntimeError):
             raise ConnectionError(f"{store} cannot be reached: {error}; {REMEDY}") from error
         return pending.result()
-
-
-def abort_all(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Aborts the communicators of groups together: one after another, they could wait for each other."""
-    nccl: Any = groups[0]._get_backend(torch.device("cuda"))
-    nccl._group_start()
-    try:
-        for group in groups:
-            group.abort()
-    finally:
-        nccl._group_end()
 
 
 def _connect(rank: int, size: int) -> Store:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nestpipe import World
-from nestpipe.distributed import RankError, link
+from nestpipe.distributed import RankError, backend, link
 from tests.ranks import run_ranks
 
 
@@ -38,7 +38,7 @@ class Group:
 
 def test_groups_abort_together() -> None:
     calls: list[str] = []
-    link.abort_all([Group(calls, number) for number in range(2)])
+    backend.abort_all([Group(calls, number) for number in range(2)])
     assert calls == ["start", "abort 0", "abort 1", "end"]
 
 

@@ -47,7 +47,8 @@ SECTIONS = (
         ("[train]\nstep = 1", "unknown key train.step in recipe.toml; did you mean train.steps?"),
         (
             "[exchange]\nzzz = 1",
-            "unknown key exchange.zzz in recipe.toml; the keys of exchange are window, cross_batch",
+            "unknown key exchange.zzz in recipe.toml; the keys of exchange are window, cross_batch, row_dtype, "
+            "gradient_dtype",
         ),
         (
             "[checkpoint]\n'a\tb' = 1",
