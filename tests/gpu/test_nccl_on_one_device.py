@@ -112,8 +112,10 @@ def lost(world: World, kind: str) -> tuple[str, float]:
 def test_a_lost_rank_does_not_hold_the_device(device: str, kind: str) -> None:
     """The others end their collectives, so that their device is free again. Fails if Link._abort does nothing."""
     results = run_fragile_ranks(3, lost, kind, num_results=2, device=device, **BY_NCCL)
+    # Ranks that wait inside one collective look alike: whichever is found first to make no progress is named.
+    reason = "no progress for 6 s" if kind == "hangs" else "rank 2 failed"
     for text, seconds in results.values():
-        assert "rank 2 failed" in text
+        assert reason in text
         assert seconds < 5
 
 
