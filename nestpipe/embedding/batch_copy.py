@@ -7,6 +7,7 @@ again when the batch is packed.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -86,15 +87,14 @@ class _Copies:
     """Copies of tensors, in one piece of memory and in order. A tensor that occurs twice is copied once."""
 
     def __init__(self, tensors: list[Tensor], num_threads: int, new_bytes: Callable[[int], Tensor]) -> None:
-        by_id = {id(tensor): tensor.detach() for tensor in tensors}
+        by_id = {id(tensor): tensor for tensor in tensors}
         plain = {name: tensor for name, tensor in by_id.items() if _is_plain(tensor)}
-        self._copies = {name: tensor.clone() for name, tensor in by_id.items() if name not in plain}
+        self._copies = {name: tensor.detach().clone() for name, tensor in by_id.items() if name not in plain}
         arrays = _arrays(list(plain.values()))
         self._memory = new_bytes(int(arrays[-1, 1] + arrays[-1, 2]) if len(arrays) else 0)
         pack_ops.copy_arrays(arrays, self._memory, num_threads)
-        for (name, tensor), (_, size, first) in zip(plain.items(), arrays.tolist(), strict=True):
-            copied = self._memory[first : first + size].view(tensor.dtype)
-            self._copies[name] = copied if tensor.dim() == 1 else copied.view(tensor.shape)
+        places = arrays[:, 2].tolist()
+        self._copies |= zip(plain, _views(self._memory, list(plain.values()), places), strict=True)
 
     def __getitem__(self, tensor: Tensor) -> Tensor:
         return self._copies[id(tensor)]
@@ -115,10 +115,29 @@ class _Copies:
         return self._memory[start:end].view(first.dtype) if 0 <= start <= end <= len(self._memory) else None
 
 
+def _views(memory: Tensor, tensors: list[Tensor], places: list[int]) -> list[Tensor]:
+    """Returns parts of memory like these tensors. Each call of torch gives Python's lock away, and the launching thread
+    takes it; so tensors of one dtype that follow each other are cut from one piece."""
+    views: list[Tensor] = []
+    pairs = zip(tensors, [*zip(places, [*places[1:], len(memory)], strict=True)], strict=True)
+    for dtype, group in groupby(pairs, key=lambda pair: pair[0].dtype):
+        run = list(group)
+        sizes = [(end - place) // dtype.itemsize for _, (place, end) in run]
+        first, last = run[0][1][0], run[-1][1][0]
+        sizes[-1] = run[-1][0].numel()  # a dtype that follows begins at a multiple of its own
+        piece = memory[first : last + run[-1][0].nbytes].view(dtype)
+        for (tensor, _), part in zip(run, piece.split(sizes), strict=True):
+            is_whole = tensor.dim() == 1 and len(part) == len(tensor)
+            views.append(part if is_whole else part[: tensor.numel()].view(tensor.shape))
+    return views
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Returns whether a tensor is an array of bytes in host memory."""
-    is_array = type(tensor) is Tensor and tensor.is_cpu and tensor.is_contiguous()
-    return is_array and not (tensor.is_neg() or tensor.is_conj())
+    if not (type(tensor) is Tensor and tensor.is_cpu and tensor.is_contiguous()):
+        return False
+    # Only parts of complex tensors are negated or conjugated when they are read.
+    return tensor.dtype == torch.int64 or not (tensor.is_neg() or tensor.is_conj())
 
 
 def _arrays(tensors: list[Tensor]) -> NDArray[np.int64]:
