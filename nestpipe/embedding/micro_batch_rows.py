@@ -106,9 +106,8 @@ def _split_rows(
     # Row r of all is used by part p if is_used[p, r]. A column for padding follows the rows.
     is_used = torch.zeros(num_parts, number + 1, dtype=torch.uint8, device=device)
     is_used.view(-1).index_fill_(0, parts * (number + 1) + rows, 1)
+    before = _used_before(is_used)
     is_used = is_used[:, :number]
-    before = torch.zeros(num_parts, number + 1, dtype=torch.int64, device=device)
-    torch.cumsum(is_used, 1, out=before[:, 1:])
     ends = before.index_select(1, torch.from_numpy(order.table_bounds).to(device))
     lists = Download([ends.flatten(), _bits(is_used, order).flatten()])
     # The number of used rows up to a row is the number of the row in its part; padding comes after all of them.
@@ -128,6 +127,15 @@ def _split_rows(
         row_counts=row_counts,
         row_offsets=[0, *np.cumsum(row_counts.sum(1)).tolist()],
     )
+
+
+def _used_before(is_used: Tensor) -> Tensor:
+    """Returns for each row, [parts, rows], the number of used rows before it in its part."""
+    # One long list: a device scans few long rows with as many of its processors.
+    before = torch.zeros(is_used.numel() + 1, dtype=torch.int64, device=is_used.device)
+    torch.cumsum(is_used.view(-1), 0, out=before[1:])
+    before = before[:-1].view(is_used.shape)
+    return before - before[:, :1]
 
 
 def _bits(is_used: Tensor, order: RowOrder) -> Tensor:
