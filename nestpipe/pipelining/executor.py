@@ -144,7 +144,7 @@ class Executor:
         if op.lane == COMPUTE:
             if op.waits_for:  # waiting could raise another batch's error in the middle of an update
                 self.wait(op)
-            with self._trace.span(op.stage, op.micro_batch):
+            with self._trace.passing_span(op.stage, op.micro_batch):
                 self._actions[op.stage](op)
             return
         if self._is_light(op):

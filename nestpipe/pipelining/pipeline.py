@@ -215,7 +215,7 @@ class Pipeline:
             return
         if not step.is_applied:
             raise RuntimeError(f"step {self._number} was left without update_rows(); call it after the optimizer")
-        with self.trace.span("other"):
+        with self.trace.host_span("other"):
             self.stages.release(step.state)
             self._step = None
         self.trace.end_step(step.num_samples)

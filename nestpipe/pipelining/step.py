@@ -70,10 +70,10 @@ class Step:
         executor, num_samples = self._pipeline.executor, self._batch.num_samples
         trained = [i for i, num in enumerate(num_samples) if num > 0]
         for i, num in enumerate(num_samples):
-            with self.trace.span("other"):  # handing work to lanes
+            with self.trace.host_span("other"):  # handing work to lanes
                 op = executor.play_until("dense")
             executor.wait(op)
-            with self.trace.span("dense", i):
+            with self.trace.passing_span("dense", i):
                 rows = self._pipeline.stages.rows(self.state, i)
                 if num > 0:
                     yield self._micro_batch(i, rows, is_last=i == trained[-1])
@@ -153,7 +153,7 @@ class Step:
         self.check_complete()
         pipeline = self._pipeline
         pipeline.executor.play_until("update")
-        with self.trace.span("update"):
+        with self.trace.passing_span("update"):
             is_masked = pipeline.stages.is_masked if pipeline.world.runs_ahead else None
             pipeline.stages.update(self.state, self.number, gradient_scale, is_masked)
         self.is_applied = True

@@ -135,6 +135,8 @@ class Trace:
         self._first_batch = first_batch
         self._batch = first_batch - 1
         self._stage, self._micro_batch = "", -1
+        self._outer: tuple[str, int] | None = None
+        """Stage and micro-batch that a passing span has interrupted, as long as it lasts."""
         self._since = time.perf_counter_ns()
         self._device = with_streams(device)
         self._moments: list[tuple[str, torch.Event]] = []
@@ -192,6 +194,14 @@ class Trace:
         finally:
             self._switch(*outer)
 
+    def passing_span(self, stage: str, micro_batch: int = -1) -> AbstractContextManager[None]:
+        """Measures work that is followed by another stage. On an accelerator it counts until that stage begins: each
+        event that is timed makes the stream pause for some microseconds."""
+        if self._device is None:
+            return self.span(stage, micro_batch)
+        self._outer = self._switch(stage, micro_batch)
+        return nullcontext()
+
     def host_span(self, stage: str) -> AbstractContextManager[None]:
         """Measures work of this thread on the host; nothing on an accelerator, where the stream is busy meanwhile."""
         return self.span(stage) if self._device is None else nullcontext()
@@ -243,8 +253,8 @@ class Trace:
                 self._ranges.range_pop()
             if stage:
                 self._ranges.range_push(_range_name(stage, self._batch, micro_batch))
-        outer = self._stage, self._micro_batch
-        self._stage, self._micro_batch, self._since = stage, micro_batch, now
+        outer = self._outer or (self._stage, self._micro_batch)
+        self._stage, self._micro_batch, self._since, self._outer = stage, micro_batch, now, None
         return outer
 
     def _end_on_host(self, now: int) -> None:

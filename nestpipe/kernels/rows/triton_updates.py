@@ -16,6 +16,8 @@ from nestpipe.kernels.triton_tiles import RowTiles, elements, launch, tile_of, v
 
 _SIZE = 2048
 _NUM_WARPS = 4
+_ROWWISE_SIZE, _ROWWISE_WARPS = 1024, 1
+"""Row-wise Adagrad adds up each row: with more threads most of the time goes into waiting for each other."""
 _COUNTS = ["num_rows", "row_stride", "state_stride", "gradient_stride"]
 
 
@@ -207,10 +209,11 @@ def rowwise_adagrad(
     eps: float,
 ) -> None:
     num_rows, width = gradient.shape
-    tiles = RowTiles(num_rows, width, _SIZE, most_columns=LANES)
+    tiles = RowTiles(num_rows, width, _ROWWISE_SIZE, most_columns=LANES)
     wide = vector(width, rows, gradient)
     strides = rows.stride(0) // wide, state.stride(0), gradient.stride(0) // wide
-    constants = {"VECTOR": wide, **tiles.constants, "LEVELS": tiles.columns.bit_length() - 1, "num_warps": _NUM_WARPS}
+    constants = {"VECTOR": wide, **tiles.constants, "LEVELS": tiles.columns.bit_length() - 1}
+    constants["num_warps"] = _ROWWISE_WARPS
     num_programs = -(-num_rows // tiles.rows)
     arrays = rows, state, gradient, slots, is_masked
     launch(rowwise_adagrad_kernel, num_programs, *arrays, num_rows, *strides, lr, eps, **constants)
