@@ -130,3 +130,38 @@ def test_spans_of_a_device_are_those_of_its_streams(monkeypatch: pytest.MonkeyPa
     assert began_ms == pytest.approx({"dense": 0, "update": 60, "send_rows": 0}, abs=0.02)
     (step,) = trace.steps
     assert step.stages["dense"] == pytest.approx(60, abs=0.01)
+
+
+def test_a_passing_span_counts_until_the_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device it ends where the next stage begins, which returns to the stage around both. Fails if
+    Trace.passing_span does not keep the outer stage, or if it records a second event."""
+    host = FakeClock()
+    compute, events = FakeStream(host), []
+
+    class CountedEvent(FakeEvent):
+        def __init__(self, device, enable_timing: bool) -> None:
+            super().__init__(device, enable_timing)
+            events.append(self)
+
+    monkeypatch.setattr("nestpipe.pipelining.trace.time", host)
+    monkeypatch.setattr(torch, "Event", CountedEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
+    trace = Trace(device=torch.device("cuda", 0))
+    trace.begin_batch(0)
+    with trace.span("other"):
+        compute.enqueue(1)
+        before = len(events)
+        with trace.passing_span("send_rows", 0):
+            compute.enqueue(20)
+        compute.enqueue(3)
+        with trace.passing_span("dense", 0):
+            compute.enqueue(60)
+        assert len(events) == before + 2
+        with trace.span("update"):
+            compute.enqueue(30)
+        compute.enqueue(2)
+    trace.end_step(4)
+    trace.settle()
+    (step,) = trace.steps
+    lasted = {stage: ms for stage, ms in step.stages.items() if ms > 0.5}
+    assert lasted == pytest.approx({"other": 3, "send_rows": 23, "dense": 60, "update": 30}, abs=0.01)
