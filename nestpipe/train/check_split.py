@@ -136,14 +136,21 @@ class SplitCheck:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Sets training mode without dropout. Restores modes and buffers afterwards."""
+    with restored(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        yield
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores the modes and buffers of a model when the context ends. Parameters must not change."""
     modules = list(model.modules())
     were_training = [module.training for module in modules]
     buffers = [{name: (buffer, buffer.clone()) for name, buffer in _own_buffers(module)} for module in modules]
     try:
-        model.train()
-        for module in modules:
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
         yield
     finally:
         for module, was_training, saved in zip(modules, were_training, buffers, strict=True):
