@@ -14,7 +14,7 @@ from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.measure import measure
 from nestpipe.prediction.split_costs import SplitCosts, predict_split
 from nestpipe.prediction.words import shortage
-from nestpipe.train.check_split import SplitCheck
+from nestpipe.train.check_split import SplitCheck, SplitError
 from nestpipe.train.trainer import Trainer
 
 CANDIDATES = (1, 2, 4, 8, 16)
@@ -112,6 +112,6 @@ def _objection(trainer: Trainer, batch: Batch | None) -> str:
         check = SplitCheck(trainer.model, trainer.features, trainer.store, 2, trainer.options.clustering, warns=False)
         try:
             check.check(batch)
-        except ValueError as error:
+        except SplitError as error:
             text = str(error)
     return next(filter(None, trainer.world.control.share_text(text)), "")

@@ -62,7 +62,7 @@ def text_of(choice: Choice) -> str:
     """Returns a choice in one line."""
     steps = ", ".join(f"{num}: {step_ms:.1f}" for num, step_ms in choice.predicted_step_ms.items())
     predicted = f"; predicted milliseconds of a step: {steps}" if steps else ""
-    return f"pipeline.num_micro_batches = {AUTO} is {choice.num_micro_batches}: {choice.why}{predicted}"
+    return f"pipeline.num_micro_batches = {AUTO} has chosen {choice.num_micro_batches}: {choice.why}{predicted}"
 
 
 def _saved(config: Config, world: World, folder: Path | None) -> tuple[Choice | None, int | None]:

@@ -85,6 +85,7 @@ def _check_string(where: str, key: Key, value: str) -> None:
         _check_registered(where, key, value)
     if key.choices and value not in key.choices:
         wanted = "one of " * (len(key.choices) > 1) + ", ".join(key.choices)
+        wanted += f", or a number, {_limits_text(key)}" if _limits(key) else ""
         raise ConfigError(f"{where} is {literal(value)}, must be {wanted}{suggestion(value, key.choices)}")
     if not value:
         raise ConfigError(f"{where} is empty; give it a value, or leave it out")

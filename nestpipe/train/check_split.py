@@ -33,6 +33,10 @@ MIXES = (
 """Warning for one micro-batch. It has no figures, so that Python shows it once for several calls of fit."""
 
 
+class SplitError(ValueError):
+    """The loss of a model depends on how a batch is cut."""
+
+
 class SplitCheck:
     """Compares the loss sums of a batch and of its parts: its halves, and the micro-batches it would be trained in.
 
@@ -114,7 +118,7 @@ class SplitCheck:
         """Refuses the model, or warns if it will be trained in one micro-batch."""
         causes = _causes(self._model, noise)
         if self._is_cut or _is_mean(whole, parts):
-            raise ValueError(_refusal(loss, split, whole, parts, causes, self._is_cut))
+            raise SplitError(_refusal(loss, split, whole, parts, causes, self._is_cut))
         if self._warns:
             warnings.warn(MIXES.format(causes="; or ".join(causes)), stacklevel=5)  # at the call of fit
 

@@ -73,8 +73,12 @@ class Measurement:
             yield self._about("fixed", num) | self._step(rounds[num]) | self._predicted(choice, num)
         best = min(CANDIDATES, key=lambda num: statistics.median(rounds[num]))
         ratios = [mine / theirs for mine, theirs in zip(rounds[choice.num_micro_batches], rounds[best], strict=True)]
-        auto = self._about("auto", choice.num_micro_batches) | self._step(rounds[choice.num_micro_batches])
-        yield auto | {"best_num_micro_batches": best} | spread("auto_over_best", ratios)
+        yield {
+            **self._about("auto", choice.num_micro_batches),
+            **self._step(rounds[choice.num_micro_batches]),
+            "best_num_micro_batches": best,
+            **spread("auto_over_best", ratios),
+        }
 
     def _trainer(self, schedule: str, num_micro_batches: int) -> Trainer:
         model = Paced(self._size.dim)
