@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.choose import CANDIDATES, MARGIN
-from nestpipe.prediction.split_costs import BACKWARD, FORWARD, ExchangeCost, Line, SplitCosts, Traffic, predict_split
+from nestpipe.prediction.split_costs import BACKWARD, FORWARD, ExchangeCost, Line, SplitCosts, Traffic, play_split
 from nestpipe.prediction.words import REMEDIES, SHORT, shortage
 from nestpipe.prediction.work import Way
 
@@ -34,7 +34,7 @@ def advice(fields: Mapping[str, float], way: Way, num: int, num_ranks: int, has_
         )
     numbers = sorted({*CANDIDATES, num})
     costs = _costs(fields, way, numbers, has_issuer, exchange_ms)
-    steps = {n: predict_split(costs, n).step_ms for n in numbers}
+    steps = {n: play_split(costs, n).step_ms for n in numbers}
     best = min(n for n in steps if steps[n] <= (1 + MARGIN) * min(steps.values()))
     return _sentence(fields, num, best, step_ms * steps[best] / steps[num], exchange_ms)
 

@@ -12,7 +12,7 @@ import torch
 from nestpipe.data.batch import Batch
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.measure import measure
-from nestpipe.prediction.split_costs import SplitCosts, predict_split
+from nestpipe.prediction.split_costs import SplitCosts, play_split, predict_step_ms
 from nestpipe.prediction.words import shortage
 from nestpipe.train.check_split import SplitCheck, SplitError
 from nestpipe.train.trainer import Trainer
@@ -71,8 +71,7 @@ def choose_num_micro_batches(trainer: Trainer, batches: Iterable[Batch]) -> Choi
 
 def choice_by(costs: SplitCosts, candidates: Sequence[int]) -> Choice:
     """Returns the smallest number whose predicted step is nearly the shortest."""
-    results = {num: predict_split(costs, num) for num in candidates}
-    steps = {num: result.step_ms for num, result in results.items()}
+    steps = {num: predict_step_ms(costs, num) for num in candidates}
     chosen = min(num for num in candidates if steps[num] <= (1 + MARGIN) * min(steps.values()))
     dense_ms, exchange_ms = float(np.mean(costs.dense_ms(1))), costs.exchange_ms(1)
     largest = max(candidates)
@@ -81,7 +80,8 @@ def choice_by(costs: SplitCosts, candidates: Sequence[int]) -> Choice:
         f"unsplit, a batch has {dense_ms:.1f} ms of dense compute and {exchange_ms:.1f} ms of exchange; each further "
         f"micro-batch adds {sum(added) / (largest - 1):.2f} ms"
     )
-    short = shortage(dense_ms, exchange_ms, results[chosen].parts["exposed_exchange_ms"], steps[chosen])
+    result = play_split(costs, chosen)
+    short = shortage(dense_ms, exchange_ms, result.parts["exposed_exchange_ms"], result.step_ms)
     return Choice(chosen, f"{why}. {short}" if short else why, steps)
 
 

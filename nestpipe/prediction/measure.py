@@ -1,14 +1,17 @@
 """Measures what splitting a batch costs: trains it several times without applying anything to the run.
 
-Trial steps are those of schedule serial, in which nothing hides or delays anything else, with a store of their own. The
-dense optimizer takes no step. So the run's rows, parameters, buffers and random numbers stay as they are.
+Trial steps have a store of their own, and the dense optimizer takes no step. So the run's rows, parameters, buffers and
+random numbers stay as they are. Costs come from schedule serial, in which nothing hides or delays anything else. Some
+steps of the run's own schedule show what its lanes take from each other, such as cores.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from nestpipe.embedding.exchange import make_exchange
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.read import HOST
 from nestpipe.embedding.route import Route
-from nestpipe.pipelining.light import LightStages
+from nestpipe.pipelining import light
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import CROSSING
@@ -38,6 +41,8 @@ from nestpipe.train.trainer import Trainer
 MOST_MEASURED = 8
 """Larger of the two numbers of micro-batches that are measured; the other is 1."""
 WARM_UP_STEPS, COUNTED_STEPS = 2, 4
+FILLING_STEPS, FULL_STEPS, DRAINING_STEPS = 3, 5, 2
+"""Steps of the run's own schedule: those in the middle count."""
 COLLECTIVES = ("route", "reduce", "commit")
 EXCHANGES = ("send_rows", "return_gradients")
 FIELDS = (FORWARD, BACKWARD, *(stage for stage in STAGES if stage != "dense"))
@@ -61,8 +66,9 @@ def measure(
     world, high = trainer.world, min(MOST_MEASURED, most_parts)
     with _untouched(trainer):
         unsplit, split = (_Trial.of(trainer, batches[0], num) for num in (1, high))
-    if unsplit is None or split is None:
-        return None
+        if unsplit is None or split is None:
+            return None
+        step_ms = {num: _own_step_ms(trainer, batches, num) for num in (1, high)}
 
     def line(name: str) -> Line:
         return _line(unsplit.own_ms(name), split.own_ms(name), high)
@@ -85,9 +91,10 @@ def measure(
         collectives={name: together(name) for name in COLLECTIVES},
         rows=exchange("send_rows", lambda traffic: traffic.all_rows),
         gradients=exchange("return_gradients", lambda traffic: traffic.all_gradients),
-        traffic={num: traffic[num] for num in candidates},
+        traffic=traffic,
         hit_rate=hit_rate,
         late_share=late_share,
+        measured_step_ms=step_ms,
     )
 
 
@@ -105,11 +112,16 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
 
 
 class _Stopwatch(AbstractContextManager[None]):
-    """Adds up the time that is spent in it."""
+    """Adds up the time that is spent in it, lap by lap."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.total_ms = 0.0
+        self._lap_ms = 0.0
+        self.laps_ms: list[float] = []
+
+    def end_lap(self) -> None:
+        self.laps_ms.append(self._lap_ms)
+        self._lap_ms = 0.0
 
     def __enter__(self) -> None:
         self._world.finish_device()
@@ -119,7 +131,7 @@ class _Stopwatch(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._world.finish_device()
-        self.total_ms += (time.perf_counter() - self._since) * 1e3
+        self._lap_ms += (time.perf_counter() - self._since) * 1e3
 
 
 @dataclass(frozen=True)
@@ -132,27 +144,12 @@ class _Trial:
     def of(trainer: Trainer, batch: Batch | None, num_micro_batches: int) -> "_Trial | None":
         """Trains the batch several times. Returns None if it does not count as a step."""
         world, num_steps = trainer.world, WARM_UP_STEPS + COUNTED_STEPS
-        steps: list[StepTimes] = []
-        forwards: list[float] = []
-        options = {"schedule": "serial", "num_micro_batches": num_micro_batches, "stale": False}
-        with Pipeline(
-            trainer.features,
-            [] if batch is None else [batch] * num_steps,
-            store=trainer.empty_store(),
-            world=world,
-            steps=num_steps,
-            trace=Trace(steps, device=world.device),
-            light_stages=LightStages(0.0),
-            **(trainer.pipeline_options() | options | {"device_budget_bytes": None}),
-        ) as pipeline:
-            for step in pipeline:
-                stopwatch = _Stopwatch(world)
-                trainer.compute_gradients(step, stopwatch)
-                step.update_rows()
-                forwards.append(stopwatch.total_ms)
+        stopwatch = _Stopwatch(world)
+        options = {"schedule": "serial", "stale": False, "num_micro_batches": num_micro_batches}
+        steps = _trained(trainer, [batch], num_steps, options, stopwatch)
         if len(steps) < num_steps:
             return None
-        own = torch.tensor([_fields(*pair) for pair in zip(steps, forwards, strict=True)], dtype=torch.float64)
+        own = torch.tensor([_fields(*pair) for pair in zip(steps, stopwatch.laps_ms, strict=True)], dtype=torch.float64)
         own = own[WARM_UP_STEPS:].flatten()
         by_rank = world.control.all_to_all_equal(own.expand(world.size, -1))
         return _Trial(by_rank.view(world.size, COUNTED_STEPS, len(FIELDS)).numpy())
@@ -165,6 +162,43 @@ class _Trial:
     def together_ms(self, name: str) -> float:
         """Returns the time of a collective. The rank that comes last to it does not wait."""
         return float(np.median(self.times[:, :, FIELDS.index(name)].min(axis=0)))
+
+
+def _own_step_ms(trainer: Trainer, batches: Sequence[Batch | None], num_micro_batches: int) -> float:
+    """Returns the step of the run's own schedule, of the slowest rank, if the batches come in turns."""
+    num_steps = FILLING_STEPS + FULL_STEPS + DRAINING_STEPS
+    steps = _trained(trainer, batches, num_steps, {"num_micro_batches": num_micro_batches})
+    own = torch.tensor([step.step_ms for step in steps[FILLING_STEPS:-DRAINING_STEPS]], dtype=torch.float64)
+    by_rank = trainer.world.control.all_to_all_equal(own.expand(trainer.world.size, -1))
+    return float(by_rank.amax(0).median())
+
+
+def _trained(
+    trainer: Trainer,
+    batches: Sequence[Batch | None],
+    num_steps: int,
+    options: Mapping[str, Any],
+    stopwatch: "_Stopwatch | None" = None,
+) -> list[StepTimes]:
+    """Trains batches in turns, and returns the times of the steps. stopwatch: gets a lap for the forwards of each."""
+    steps: list[StepTimes] = []
+    own = itertools.cycle([batch for batch in batches if batch is not None])
+    with Pipeline(
+        trainer.features,
+        itertools.islice(own, num_steps),
+        store=trainer.empty_store(),
+        world=trainer.world,
+        steps=num_steps,
+        trace=Trace(steps, device=trainer.world.device),
+        light_stages=light.LightStages(light.LIGHT_SECONDS),
+        **{**trainer.pipeline_options(), "device_budget_bytes": None, "resident_bytes": "minimum", **options},
+    ) as pipeline:
+        for step in pipeline:
+            trainer.compute_gradients(step, stopwatch or nullcontext())
+            step.update_rows()
+            if stopwatch is not None:
+                stopwatch.end_lap()
+    return steps
 
 
 def _fields(times: StepTimes, forward_ms: float) -> list[float]:

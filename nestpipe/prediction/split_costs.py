@@ -1,7 +1,9 @@
 """What a step costs if its batch is split into some number of micro-batches, and the step time that follows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from nestpipe.pipelining.schedule import OVERLAPPING, Op
 from nestpipe.prediction.play import play
@@ -77,6 +79,8 @@ class SplitCosts:
     gradients: ExchangeCost
     traffic: Mapping[int, Traffic]
     """By number of micro-batches. These are the numbers that can be predicted."""
+    measured_step_ms: Mapping[int, float] = field(default_factory=dict)
+    """Steps of this way of training, by number of micro-batches."""
     hit_rate: float = 0.0
     """Share of owned keys that the batch before has, too."""
     late_share: float = 0.0
@@ -121,7 +125,16 @@ class SplitCosts:
         return Work(share * self.stages[own].at(num_micro_batches) if own in self.stages else 0.0)
 
 
-def predict_split(costs: SplitCosts, num_micro_batches: int) -> Result:
+def predict_step_ms(costs: SplitCosts, num_micro_batches: int) -> float:
+    """Returns the step that follows from the costs, times what measured steps took longer than those that follow for
+    them. Between two measured numbers this factor changes evenly with each doubling."""
+    measured = sorted(costs.measured_step_ms)
+    factors = [costs.measured_step_ms[num] / play_split(costs, num).step_ms for num in measured]
+    factor = float(np.interp(np.log2(num_micro_batches), np.log2(measured), factors)) if measured else 1.0
+    return factor * play_split(costs, num_micro_batches).step_ms
+
+
+def play_split(costs: SplitCosts, num_micro_batches: int) -> Result:
     """Returns the step that follows from the costs, by playing the trainer's own list of operations."""
     operations = operations_of(costs.way, num_micro_batches, costs.num_ranks, costs.has_issuer)
     return sum_up(

@@ -106,6 +106,8 @@ def check_costs(costs: SplitCosts, others: SplitCosts, schedule: str) -> None:
     assert 0 < costs.hit_rate < 1
     assert (costs.dense_ms(8) > costs.dense_ms(1)).all()
     assert len(costs.stages["forward"].unsplit_ms) == 2
+    assert sorted(costs.measured_step_ms) == [1, 8]
+    assert all(step_ms > costs.dense_ms(num).mean() / 2 for num, step_ms in costs.measured_step_ms.items())
 
 
 def measure_what_cannot_be_split(world: World) -> list[str]:

@@ -13,7 +13,16 @@ import pytest
 from nestpipe.pipelining.schedule import Op
 from nestpipe.prediction.choose import Choice, choice_by
 from nestpipe.prediction.measure import _exchange_cost, _line
-from nestpipe.prediction.split_costs import BACKWARD, FORWARD, ExchangeCost, Line, SplitCosts, Traffic, predict_split
+from nestpipe.prediction.split_costs import (
+    BACKWARD,
+    FORWARD,
+    ExchangeCost,
+    Line,
+    SplitCosts,
+    Traffic,
+    play_split,
+    predict_step_ms,
+)
 from nestpipe.prediction.work import Way
 
 NUMBERS = (1, 2, 4, 8, 16)
@@ -38,10 +47,10 @@ def costs(
 
 def test_steps_are_those_of_the_schedule() -> None:
     """Unsplit, intra hides nothing. Split, only the first rows and the last gradients are exposed."""
-    unsplit = predict_split(costs(80, 8), 1)
+    unsplit = play_split(costs(80, 8), 1)
     assert unsplit.step_ms == pytest.approx(8 + 80 + 8 + 1)
     assert unsplit.parts["exposed_exchange_ms"] == pytest.approx(16)
-    split = predict_split(costs(80, 8, added_ms=2.0, latency_ms=0.5), 8)
+    split = play_split(costs(80, 8, added_ms=2.0, latency_ms=0.5), 8)
     assert split.step_ms == pytest.approx(1.5 + (80 + 7 * 2) + 1.5 + 1)
     assert costs(80, 8, latency_ms=0.5).exchange_ms(8) == pytest.approx(2 * (8 * 0.5 + 8))
 
@@ -57,7 +66,7 @@ def test_exchange_across_batches() -> None:
         hit_rate=0.25,
     )
     assert traffic.all_rows == traffic.all_gradients == 1.0
-    assert predict_split(crossing, 1).step_ms == pytest.approx(2 + 80 + 2 + 1 + 1)
+    assert play_split(crossing, 1).step_ms == pytest.approx(2 + 80 + 2 + 1 + 1)
     assert [crossing.work(Op(stage, "gradients", 0), 1).local_ms for stage in ("update", "late_update")] == [1.0, 3.0]
     assert crossing.work(Op("retrieve", "host", 0), 1).local_ms == 7.5
 
@@ -72,6 +81,16 @@ def test_costs_through_two_points() -> None:
     assert _exchange_cost((1, 0.0, 2.0), (8, 0.0, 16.0)) == ExchangeCost(2.0, 0.0)
     line = _line(np.array([10.0, 20.0]), np.array([17.0, 19.0]), 8)
     assert np.allclose(line.at(4), [13.0, 20.0])
+
+
+def test_measured_steps_correct_the_prediction() -> None:
+    """Unsplit, a step takes 20% longer than it follows from the costs; in 8, as long as it follows; in 2, a third of
+    the way."""
+    made = costs(100, 50, added_ms=1.0)
+    played = {num: play_split(made, num).step_ms for num in NUMBERS}
+    corrected = replace(made, measured_step_ms={1: 1.2 * played[1], 8: played[8]})
+    factors = {num: predict_step_ms(corrected, num) / played[num] for num in NUMBERS}
+    assert factors == pytest.approx({1: 1.2, 2: 1.2 - 0.2 / 3, 4: 1.2 - 0.4 / 3, 8: 1.0, 16: 1.0})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.network.loop import QUICK, SEED, Size, make_features
-from nestpipe.bench.network.overlap import QUICK_KEYS, KeySize, Ring
+from nestpipe.bench.network.overlap import KeySize, Ring
 from nestpipe.bench.planner.workloads import WORKLOADS, Paced, Workload
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
@@ -32,7 +32,9 @@ class Effort:
     paces: int
 
 
-FULL_SIZE, FULL_KEYS, FULL = Size(dim=256), KeySize(num_keys=8_000), Effort(7, 6, 3)
+NUM_BATCHES = 6
+"""Enough for consecutive batches of a ring to share four fifths of their keys."""
+FULL_SIZE, FULL_KEYS, FULL = Size(dim=256), KeySize(8_000, NUM_BATCHES), Effort(7, 6, 3)
 QUICK_EFFORT = Effort(1, 1, 1)
 NUM_FILLING, NUM_DRAINING = 3, 2
 """Steps of a turn that are not counted: the first and the last ones."""
@@ -44,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     world = World.from_environment(device="cpu")
     torch.set_num_threads(max(1, usable_cores() // world.size))
-    settings = (QUICK, QUICK_KEYS, QUICK_EFFORT) if options.quick else (FULL_SIZE, FULL_KEYS, FULL)
+    settings = (QUICK, KeySize(600, NUM_BATCHES), QUICK_EFFORT) if options.quick else (FULL_SIZE, FULL_KEYS, FULL)
     for workload in WORKLOADS:
         for record in Measurement(workload, world, *settings).records():
             if world.rank == 0:

@@ -31,7 +31,7 @@ WORKLOADS = (
     Workload("exchange-heavy", 0.7, 0.01, 0.3),
     Workload("dense-heavy", 3.0, 0.05, 0.3),
     Workload("tiny-dense", 0.03, 0.03, 0.3),
-    Workload("high-overlap", 1.5, 0.01, 0.9),
+    Workload("high-overlap", 1.5, 0.01, 0.8),
 )
 
 
