@@ -50,7 +50,7 @@ class Paced(nn.Module):
         history = embeddings[FEATURE]
         assert isinstance(history, SequenceEmbedding)
         compute_ms = float(inputs["share"].sum()) * self.batch_ms + self.micro_batch_ms
-        loss: Tensor = _Compute.apply(history.values, self.weight, compute_ms)  # type: ignore[no-untyped-call]
+        loss: Tensor = _Compute.apply(history.rows, self.weight, compute_ms)  # type: ignore[no-untyped-call]
         return loss
 
 
