@@ -202,7 +202,7 @@ def _trained(
 
 
 def _fields(times: StepTimes, forward_ms: float) -> list[float]:
-    backward_ms = times.stages["dense"] - forward_ms
+    backward_ms = max(0.0, times.stages["dense"] - forward_ms)
     return [forward_ms, backward_ms, *(times.stages[stage] for stage in FIELDS[2:])]
 
 

@@ -7,14 +7,13 @@ if choose_num_micro_batches takes each rank's own choice.
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import nestpipe
 from nestpipe import World
 from nestpipe.models import DLRM
-from nestpipe.prediction import choose
+from nestpipe.prediction import choose, measure
 from nestpipe.prediction.choose import Choice, choose_num_micro_batches
 from nestpipe.prediction.measure import crosses_batches
 from nestpipe.prediction.split_costs import SplitCosts
@@ -56,6 +55,12 @@ def train(trainer: nestpipe.Trainer, data: Any) -> tuple[str, Any, int]:
     return trainer.digest(), trainer.data_state(), int(trainer.model.num_forwards)
 
 
+def measure_quickly() -> None:
+    """Has one step counted of each kind."""
+    measure.WARM_UP_STEPS = measure.COUNTED_STEPS = 1
+    measure.FILLING_STEPS = measure.FULL_STEPS = measure.DRAINING_STEPS = 1
+
+
 def choose_and_train(world: World, schedule: str) -> dict[str, Any]:
     """Trains with a number that trial steps have chosen, then with the same number from the start. Each rank would
     choose another one."""
@@ -66,6 +71,7 @@ def choose_and_train(world: World, schedule: str) -> dict[str, Any]:
         return Choice(2 + world.rank, "", {num: float(num) for num in candidates})
 
     choose.choice_by = choice_by
+    measure_quickly()
     trainer, data = make_trainer(world, 1, schedule=schedule), clicks.batches(world)
     generators, was_training = torch.get_rng_state(), trainer.model.training
     choice = choose_num_micro_batches(trainer, data)
@@ -81,14 +87,19 @@ def choose_and_train(world: World, schedule: str) -> dict[str, Any]:
     return {"choice": choice, "kept": kept, "chosen": chosen, "fixed": fixed, "costs": costs[0]}
 
 
-@pytest.mark.parametrize("schedule", ["nested", "intra"])
-def test_a_chosen_number_trains_as_a_given_one(schedule: str) -> None:
-    results = run_ranks(2, choose_and_train, schedule)
-    for result in results:
-        assert result["choice"].num_micro_batches == 2  # that of rank 0
-        assert all(result["kept"].values()), result["kept"]
-        assert result["chosen"] == result["fixed"]
-    check_costs(results[0]["costs"], results[1]["costs"], schedule)
+def choose_in_schedules(world: World) -> dict[str, dict[str, Any]]:
+    return {schedule: choose_and_train(world, schedule) for schedule in ("nested", "intra")}
+
+
+def test_a_chosen_number_trains_as_a_given_one() -> None:
+    by_rank = run_ranks(2, choose_in_schedules)
+    for schedule in by_rank[0]:
+        results = [by_schedule[schedule] for by_schedule in by_rank]
+        for result in results:
+            assert result["choice"].num_micro_batches == 2  # that of rank 0
+            assert all(result["kept"].values()), result["kept"]
+            assert result["chosen"] == result["fixed"]
+        check_costs(results[0]["costs"], results[1]["costs"], schedule)
 
 
 def check_costs(costs: SplitCosts, others: SplitCosts, schedule: str) -> None:
@@ -111,6 +122,7 @@ def check_costs(costs: SplitCosts, others: SplitCosts, schedule: str) -> None:
 
 
 def measure_what_cannot_be_split(world: World) -> list[str]:
+    measure_quickly()
     normal = make_trainer(world, 1)
     normal.model.top.insert(0, torch.nn.BatchNorm1d(normal.model.top[0].in_features))
     serial = make_trainer(world, 1, schedule="serial")

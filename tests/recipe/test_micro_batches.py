@@ -24,6 +24,7 @@ from nestpipe.recipe.text import load_config
 from nestpipe.recipe.value import ConfigError
 from nestpipe.train.fit_result import FitResult
 from tests import ranks
+from tests.prediction.test_measure import measure_quickly
 from tests.recipe.test_checkpoint_keys import QUICK
 
 AUTO = "pipeline.num_micro_batches=auto"
@@ -40,30 +41,38 @@ def train(world: World, chosen: int, dies_after: int, settings: Sequence[str]) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     choose.choice_by = choice_by
-    summary = run(load_config(None, (*QUICK, "train.steps=4", *settings)).resolved(1, 1), world, after_step)
+    measure_quickly()
+    summary = run(load_config(None, (*QUICK, *settings)).resolved(1, 1), world, after_step)
     return summary["digest"], summary["num_micro_batches"]
 
 
-def die(*arguments: object) -> None:
-    processes, _ = ranks._start(2, train, arguments)
-    for process in processes:
-        process.join(timeout=ranks.limit_seconds)
-    assert any(process.exitcode == -signal.SIGKILL for process in processes)
+def resume_twice(world: World, folder: Path) -> dict[str, tuple[str, int]]:
+    """Resumes a run that was killed, then once more without its file, and trains the same with a given number."""
+    saved = (AUTO, f"checkpoint.dir={folder}")
+    resumed = train(world, 4, 0, (*saved, "train.steps=2"))  # would choose another number now
+    if world.rank == 0:
+        (folder / FILE).unlink()
+    return {
+        "resumed": resumed,
+        "again": train(world, 8, 0, (*saved, "train.steps=3")),
+        "given": train(world, 8, 0, ("pipeline.num_micro_batches=2", "train.steps=2")),
+        "given, longer": train(world, 8, 0, ("pipeline.num_micro_batches=2", "train.steps=3")),
+    }
 
 
 def test_a_killed_run_goes_on_with_its_number(tmp_path: Path) -> None:
     """Before its first checkpoint the file has the number, after it each checkpoint has."""
     folder = tmp_path / "out"
-    settings = (AUTO, f"checkpoint.dir={folder}")
-    die(2, 1, settings)
+    processes, _ = ranks._start(2, train, (2, 1, (AUTO, f"checkpoint.dir={folder}", "train.steps=2")))
+    for process in processes:
+        process.join(timeout=ranks.limit_seconds)
+    assert any(process.exitcode == -signal.SIGKILL for process in processes)
     assert (folder / FILE).exists()
     assert not checkpoints(folder)
-    die(4, 3, (*settings, "checkpoint.every=1"))  # would choose another number now
-    assert checkpoints(folder)
-    (folder / FILE).unlink()
-    resumed = ranks.run_ranks(2, train, 8, 0, settings)
-    given = ranks.run_ranks(2, train, 8, 0, ("pipeline.num_micro_batches=2",))
-    assert {*resumed, *given} == {(given[0][0], 2)}
+    for results in ranks.run_ranks(2, resume_twice, folder):
+        assert results["resumed"] == results["given"]
+        assert results["again"] == results["given, longer"]
+        assert {num for _, num in results.values()} == {2}
 
 
 def run_alone(*settings: str) -> Summary:
