@@ -11,6 +11,7 @@ from nestpipe.checkpoint.folder import (
     find_checkpoint,
     move_away,
     newest_checkpoint,
+    write_synced,
 )
 from nestpipe.checkpoint.load import Loaded, load, read_recipe, read_whole
 from nestpipe.checkpoint.partial import LoadReport
@@ -39,4 +40,5 @@ __all__ = [
     "newest_checkpoint",
     "read_recipe",
     "read_whole",
+    "write_synced",
 ]

@@ -34,6 +34,7 @@ def show_summary(summary: Summary, console: Console) -> None:
     if summary["metrics"]:
         _show_metrics(summary, console)
     _show_time(summary, console)
+    console.print(summary["splitting"]["text"], highlight=False, soft_wrap=True, markup=False)
     _show_memory(summary, console)
     _show_skipped(summary["skipped"], console)
     console.print(f"digest {summary['digest']}", highlight=False, soft_wrap=True)

@@ -11,6 +11,8 @@ from rich.console import Console
 from nestpipe import __version__
 from nestpipe.cli.simulate_show import keys_table, predictions_table, records_table
 from nestpipe.cli.this_rank import check_writable, failed
+from nestpipe.prediction.ways import CROSSING, all_ways
+from nestpipe.prediction.work import Way
 from nestpipe.recipe.value import ConfigError
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.cluster_text import load_cluster
@@ -20,8 +22,6 @@ from nestpipe.simulator.simulate import Record
 from nestpipe.simulator.simulate import simulate as records_of
 from nestpipe.simulator.trace_out import write_simulated_trace
 from nestpipe.simulator.trace_times import read_trace_times
-from nestpipe.simulator.ways import CROSSING, all_ways
-from nestpipe.simulator.work import Way
 
 LEAST_WIDTH = 120
 """Columns of the widest table."""

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from nestpipe.prediction.result import Result
+from nestpipe.prediction.work import Way
 from nestpipe.simulator.cluster_text import describe
 from nestpipe.simulator.fit import Fitted
-from nestpipe.simulator.result import Result
 from nestpipe.simulator.simulate import Record
-from nestpipe.simulator.work import Way
 
 LANES = ("compute", "host", "route", "rows", "gradients")
 """Lanes whose utilisation is printed; --json has all."""

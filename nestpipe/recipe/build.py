@@ -16,7 +16,7 @@ from nestpipe.embedding.cluster import Clustering
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.table import Feature, Table
 from nestpipe.evaluation.evaluate import Metric
-from nestpipe.recipe.config import Config, DenseOptimizerSection, TableSection
+from nestpipe.recipe.config import AUTO, Config, DenseOptimizerSection, TableSection
 from nestpipe.recipe.source import Source
 from nestpipe.recipe.sources.files import prepared_source
 from nestpipe.recipe.value import ConfigError, suggestion
@@ -68,8 +68,14 @@ def build_trainer(config: Config, source: Source, world: World) -> Trainer:
         check_split=config.pipeline.check_split,
         autocast=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compiled=config.train.compiled,
-        **config.pipeline_options(),
+        **_pipeline_options(config),
     )
+
+
+def _pipeline_options(config: Config) -> Values:
+    """Returns the options of the pipeline. A number of micro-batches that is chosen later is 1 until then."""
+    options = config.pipeline_options()
+    return options | ({"num_micro_batches": 1} if options["num_micro_batches"] == AUTO else {})
 
 
 def build_source(config: Config) -> Source:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nestpipe.data.files.user_histories import CROPS
 from nestpipe.data.negatives import NEGATIVES_PER
@@ -14,7 +14,8 @@ from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.plan import WINDOWS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
-from nestpipe.registry import Registry, datasets, metrics, models, optimizers
+from nestpipe.recipe.key import Key, args_key, key
+from nestpipe.registry import datasets, metrics, models, optimizers
 from nestpipe.store.interface import MOST_ROWS
 
 INITS = ("normal", "truncated_normal", "uniform", "constant")
@@ -22,37 +23,10 @@ DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 PRECISIONS = ("float32", "bfloat16")
 ON_ERROR = ("stop", "continue")
 MOST_THREADS = 1024
+AUTO = "auto"
 
 RETIRED = {"pipeline.fault": "none"}
 """Keys of earlier versions with their defaults; a recipe may still have such a key if it has its default."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Key:
-    """The meaning of a key of a recipe, and the values that it takes. Limits of a list hold for its elements."""
-
-    meaning: str
-    choices: tuple[str, ...] = ()
-    registry: Registry | None = None
-    """A value names an entry of it, or the place of one: "package.module:Class\"."""
-    option: str | None = None
-    """Field of PipelineOptions that the key sets."""
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-
-def key(default: T, meaning: str, **allowed: Any) -> T:
-    """Declares a field of a section. Reading, checking and describing a recipe all follow this declaration."""
-    return field(default=default, metadata={"key": Key(meaning, **allowed)})
-
-
-def args_key(meaning: str) -> Mapping[str, Any]:
-    """Declares a section of a section: keys and values of the user's own, as in [model.args]."""
-    return field(default_factory=dict, metadata={"key": Key(meaning)})
 
 
 @dataclass(frozen=True)
@@ -196,7 +170,13 @@ class PipelineSection:
     schedule: str = key(
         "nested", "schedule of the stages; all have the same bits", choices=SCHEDULES, option="schedule"
     )
-    num_micro_batches: int = key(1, "micro-batches of a batch", at_least=1, option="num_micro_batches")
+    num_micro_batches: int | str = key(
+        1,
+        "micro-batches of a batch; auto: chosen before the first step, by trial steps that change nothing",
+        choices=(AUTO,),
+        at_least=1,
+        option="num_micro_batches",
+    )
     check_split: bool = key(True, "refuse a model whose loss depends on how a batch is split")
     stale: bool = key(False, "for experiments: train on stale rows, as before the last update", option="stale")
 

@@ -89,8 +89,8 @@ def _check_same_recipe(config: Config, checkpoint: Path, world_size: int) -> Non
     """Refuses another recipe. Another number of ranks may have another batch size, with the same global batch."""
     recipe, num_saved = read_recipe(checkpoint)
     saved_config = parse_config(recipe, f"the recipe of {checkpoint}")
+    different = differences(saved_config, config)
     saved, current = _flat(saved_config), _flat(config)
-    different = [name for name in dict.fromkeys([*saved, *current]) if saved.get(name) != current.get(name)]
     global_batch = saved_config.train.batch_size * num_saved
     is_same_batch = config.train.batch_size * world_size == global_batch
     if num_saved != world_size and is_same_batch:
@@ -109,6 +109,12 @@ def _check_same_recipe(config: Config, checkpoint: Path, world_size: int) -> Non
         "or begin a new run with --fresh, which keeps the old folder under another name, or with another "
         "checkpoint.dir, and checkpoint.load to start from a saved model"
     )
+
+
+def differences(saved: Config, current: Config) -> list[str]:
+    """Returns the names of the keys that differ although they must not."""
+    before, now = _flat(saved), _flat(current)
+    return [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
 
 
 def may_change(key: str) -> bool:

@@ -20,6 +20,7 @@ from nestpipe.recipe.build import Run, build, build_metrics
 from nestpipe.recipe.checkpoints import Checkpoints
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.flops import model_flops
+from nestpipe.recipe.micro_batches import set_micro_batches, splitting
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.run_log import TRACE, RunLog
 from nestpipe.recipe.summary import device_memory, environment, summarise, table_memory
@@ -63,6 +64,7 @@ def run(
             _resume(this_run, Path(config.checkpoint.load), strict=config.checkpoint.strict)
             if world.rank == 0 and not config.checkpoint.strict:
                 print(f"nestpipe: {config.checkpoint.load}: {trainer.load_report}", flush=True)
+        choice = set_micro_batches(config, this_run, will_train=_num_left(config, this_run, validation) > 0)
         spans: list[Span] | None = [] if trace_path is not None else None
         result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)
         if world.rank == 0:
@@ -82,7 +84,8 @@ def run(
         "ranks": world.size,
         "backend": world.backend,
         "host_transport": world.host_transport,
-        "num_micro_batches": config.pipeline.num_micro_batches,
+        "num_micro_batches": trainer.options.num_micro_batches,
+        "splitting": splitting(times.fields, trainer, choice),
         "steps": trainer.num_steps,
         "resumed_from_step": result.num_steps_before if folder is not None else 0,
         "final_loss": result.losses[-1] if result.losses else None,
@@ -182,11 +185,17 @@ def _train(
     callbacks: list[Callback] = [] if validation is None else [validation]
     callbacks += [checkpoints] if checkpoints.is_periodic else []  # behind validation, whose state it saves
     result.is_stopped = validation is not None and validation.is_exhausted
-    left = config.train.steps - trainer.num_steps
-    if not result.is_stopped and left > 0:
+    left = _num_left(config, this_run, validation)
+    if left > 0:
         trainer.fit(this_run.batches, left, after_step, result, callbacks)
         log.finish(result)
         checkpoints.save_last()
+
+
+def _num_left(config: Config, this_run: Run, validation: Validation | None) -> int:
+    """Returns the number of steps that are left to train."""
+    is_stopped = validation is not None and validation.is_exhausted
+    return 0 if is_stopped else max(0, config.train.steps - this_run.trainer.num_steps)
 
 
 def _validation(config: Config, this_run: Run) -> Validation | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from nestpipe.recipe.config import Key
+from nestpipe.recipe.key import Key
 from nestpipe.registry import RegistryError
 
 # Words of error messages for a given value, and for the type that it must have.
@@ -85,6 +85,7 @@ def _check_string(where: str, key: Key, value: str) -> None:
         _check_registered(where, key, value)
     if key.choices and value not in key.choices:
         wanted = "one of " * (len(key.choices) > 1) + ", ".join(key.choices)
+        wanted += f", or a number, {_limits_text(key)}" if _limits(key) else ""
         raise ConfigError(f"{where} is {literal(value)}, must be {wanted}{suggestion(value, key.choices)}")
     if not value:
         raise ConfigError(f"{where} is empty; give it a value, or leave it out")
@@ -185,5 +186,4 @@ def _kind_of(hint: Any, value: object) -> Any:
 
 def _without_none(hint: Any) -> Any:
     """Returns the T of `T | None`. TOML has no null, so a given value is never None."""
-    parts = get_args(hint)
-    return next(part for part in parts if part is not NoneType) if NoneType in parts else hint
+    return next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from nestpipe.embedding.exchange.rounding import ROUNDING
-from nestpipe.recipe.config import key
+from nestpipe.recipe.key import key
 from nestpipe.simulator.overlap import Overlap
 
 WINDOWS = ("once", "resend")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from nestpipe.pipelining.schedule import CROSSING, OVERLAPPING, WINDOWED, Op
+from nestpipe.prediction.work import Cost, Times, Way, Work
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.network import Exchange, all_reduce, all_to_all
-from nestpipe.simulator.work import Cost, Times, Way, Work
 
 KEY_BYTES = 8
 REPLY_BYTES = 2 / 8

@@ -15,12 +15,12 @@ import numpy as np
 
 from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op
 from nestpipe.pipelining.stage import STAGES
+from nestpipe.prediction.play import play
+from nestpipe.prediction.result import Result, sum_up
+from nestpipe.prediction.ways import SCHEDULE_WAYS, operations_of, way_named
+from nestpipe.prediction.work import Cost, Times, Way, Work
 from nestpipe.simulator.overlap import Overlap
-from nestpipe.simulator.play import play
-from nestpipe.simulator.result import Result, sum_up
 from nestpipe.simulator.trace_times import Place, TraceTimes
-from nestpipe.simulator.ways import SCHEDULE_WAYS, operations_of, way_named
-from nestpipe.simulator.work import Cost, Times, Way, Work
 
 COLLECTIVES = {name for name, stage in STAGES.items() if stage.needs_ranks} | {"reduce", "commit"}
 SPLIT = ("send_rows", "dense", "return_gradients")

@@ -5,8 +5,8 @@ from zlib import crc32
 import numpy as np
 
 from nestpipe.pipelining.schedule import Op
+from nestpipe.prediction.work import Times
 from nestpipe.simulator.cluster import JitterSection
-from nestpipe.simulator.work import Times
 
 
 class Jitter:

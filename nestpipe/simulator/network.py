@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nestpipe.prediction.work import DIRECT
 from nestpipe.simulator.cluster import NetworkSection
-from nestpipe.simulator.work import DIRECT
 
 
 @dataclass(frozen=True)

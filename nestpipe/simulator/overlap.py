@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nestpipe.simulator.work import Times
+from nestpipe.prediction.work import Times
 
 
 @dataclass(frozen=True)

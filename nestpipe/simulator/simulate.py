@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from nestpipe.pipelining.schedule import WINDOWED
+from nestpipe.prediction.play import Played, play
+from nestpipe.prediction.result import LANES, Result, sum_up
+from nestpipe.prediction.ways import all_ways, operations_of
+from nestpipe.prediction.work import Way
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.costs import Case, costs_on
 from nestpipe.simulator.jitter import Jitter
-from nestpipe.simulator.play import Played, play
-from nestpipe.simulator.result import LANES, Result, sum_up
-from nestpipe.simulator.ways import all_ways, operations_of
-from nestpipe.simulator.work import Way
 
 Record = dict[str, int | float | str | bool]
 

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from nestpipe.prediction.work import Way
 from nestpipe.recipe.trace_file import events_of
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.simulate import play_case
 from nestpipe.simulator.trace_times import HAS_ISSUER
-from nestpipe.simulator.work import Way
 
 MOST_WORKERS = 4
 """Workers in a trace; more would be hard to read."""

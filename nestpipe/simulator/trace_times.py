@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from nestpipe.pipelining.stage import COMPUTE, STAGES
+from nestpipe.prediction.ways import CROSSING, way_named
+from nestpipe.prediction.work import Times, Way
 from nestpipe.report.trace import IN_FOLDER, RankTrace, Span, read_trace
-from nestpipe.simulator.ways import CROSSING, way_named
-from nestpipe.simulator.work import Times, Way
 
 HAS_ISSUER = "has_issuer"
 """Number that a trace says of its run: 1 if one thread issued all exchanges of rows."""

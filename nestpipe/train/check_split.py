@@ -33,6 +33,10 @@ MIXES = (
 """Warning for one micro-batch. It has no figures, so that Python shows it once for several calls of fit."""
 
 
+class SplitError(ValueError):
+    """The loss of a model depends on how a batch is cut."""
+
+
 class SplitCheck:
     """Compares the loss sums of a batch and of its parts: its halves, and the micro-batches it would be trained in.
 
@@ -114,7 +118,7 @@ class SplitCheck:
         """Refuses the model, or warns if it will be trained in one micro-batch."""
         causes = _causes(self._model, noise)
         if self._is_cut or _is_mean(whole, parts):
-            raise ValueError(_refusal(loss, split, whole, parts, causes, self._is_cut))
+            raise SplitError(_refusal(loss, split, whole, parts, causes, self._is_cut))
         if self._warns:
             warnings.warn(MIXES.format(causes="; or ".join(causes)), stacklevel=5)  # at the call of fit
 
@@ -136,14 +140,21 @@ class SplitCheck:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Sets training mode without dropout. Restores modes and buffers afterwards."""
+    with restored(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        yield
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restores the modes and buffers of a model when the context ends. Parameters must not change."""
     modules = list(model.modules())
     were_training = [module.training for module in modules]
     buffers = [{name: (buffer, buffer.clone()) for name, buffer in _own_buffers(module)} for module in modules]
     try:
-        model.train()
-        for module in modules:
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.eval()
         yield
     finally:
         for module, was_training, saved in zip(modules, were_training, buffers, strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from nestpipe.checkpoint import DamagedCheckpoint, LeftHalfwayError, LoadReport, SaveOptions, Saver, Subject, load
 from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import BatchReader, BatchSource
-from nestpipe.device.numerics import autocast, squared_norm
+from nestpipe.device.numerics import autocast
 from nestpipe.distributed.world import World
 from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.row_pool import RowPool
@@ -24,6 +25,7 @@ from nestpipe.pipelining.step import Step
 from nestpipe.pipelining.trace import Trace
 from nestpipe.store import HostStore, Store
 from nestpipe.train.check_split import SplitCheck
+from nestpipe.train.clip import clip_gradients
 from nestpipe.train.digest import digest
 from nestpipe.train.fit_result import Callback, FitResult
 from nestpipe.train.loss import loss_sums, weighted_mean
@@ -32,6 +34,8 @@ from nestpipe.train.tables_io import export_embedding, import_rows
 
 TRACED_STEPS = 1000
 """Steps whose spans are kept by default, at about 30 spans per step and rank."""
+
+_UNMEASURED = nullcontext()
 
 DenseOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -127,7 +131,7 @@ class Trainer:
         self._check_usable()
         self._check_same_start()
         result = result if result is not None else FitResult()
-        source = self._source_of(batches)
+        source = self.source_of(batches)
         if self.check_split:
             split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
@@ -144,7 +148,7 @@ class Trainer:
             trace=self._trace(result),
             light_stages=self._light_stages,
             pool=self.pool,
-            **self._pipeline_options(),
+            **self.pipeline_options(),
         )
         self.pool = pipeline.pool
         try:
@@ -176,7 +180,7 @@ class Trainer:
             source.give_back(pipeline.untrained)
         return result
 
-    def _pipeline_options(self) -> dict[str, Any]:
+    def pipeline_options(self) -> dict[str, Any]:
         """Returns the options of a fit. A norm over rows needs every gradient before the update."""
         return vars(self.options) | ({"late_gradients": False} if self.clip_norm is not None and self.clip_rows else {})
 
@@ -212,7 +216,7 @@ class Trainer:
         elif self.pool is not None:
             self.pool.flush()
 
-    def _source_of(self, batches: Iterable[Batch]) -> BatchSource:
+    def source_of(self, batches: Iterable[Batch]) -> BatchSource:
         """Returns the source of the batches. An earlier fit's iterator keeps batches pulled but not trained."""
         iterator = iter(batches)
         if self._source is None or self._source.batches is not iterator:
@@ -338,23 +342,14 @@ class Trainer:
         self.flush()
         return digest(self.tables, self.store, self.num_steps, self.world, self.model, self.optimizer)
 
+    def split_into(self, num_micro_batches: int) -> None:
+        """Sets the number of micro-batches for the next fit. All ranks call it with the same number."""
+        self._refuse_within_fit("split_into")
+        self.options = replace(self.options, num_micro_batches=num_micro_batches)
+
     def _train(self, step: Step) -> None:
-        with step.trace.span("dense"):
-            self.model.train()
-            self.model.zero_grad()  # includes parameters that the optimizer does not have
-        losses: list[Tensor] = []
-        for micro_batch in step:
-            with self.world.watch.doing("forward and backward"):  # may compile, at any step
-                with self.precision():
-                    sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
-                loss = weighted_mean(sums, step.weights)
-                with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction), step.backward():
-                    loss.backward()
-            losses.append(loss.detach())
-        with step.trace.span("dense"):
-            total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
-        self.reducer.finish(step, total)
-        scale = self._clip(step)
+        self.compute_gradients(step)
+        scale = clip_gradients(step, self.reducer, self.clip_norm, self.clip_rows)
         try:
             self.optimizer.step()
             if self.lr_schedule is not None:
@@ -364,26 +359,30 @@ class Trainer:
             self.is_partially_updated = not step.is_applied
             raise
 
+    def compute_gradients(self, step: Step, forward: AbstractContextManager[object] = _UNMEASURED) -> None:
+        """Computes the gradients of a step, and sums the dense ones over ranks. Changes no parameter and no row.
+
+        forward: a context for each forward, of which it measures the time, for example.
+        """
+        with step.trace.span("dense"):
+            self.model.train()
+            self.model.zero_grad()  # includes parameters that the optimizer does not have
+        losses: list[Tensor] = []
+        for micro_batch in step:
+            with self.world.watch.doing("forward and backward"):  # may compile, at any step
+                with forward, self.precision():
+                    sums = loss_sums(self._forward(micro_batch.embeddings, micro_batch.inputs), step.weights)
+                loss = weighted_mean(sums, step.weights)
+                with self.reducer.overlap(micro_batch.is_last and self._overlaps_reduction), step.backward():
+                    loss.backward()
+            losses.append(loss.detach())
+        with step.trace.span("dense"):
+            total = torch.stack(losses or [torch.zeros((), device=self.world.device)]).double().sum()
+        self.reducer.finish(step, total)
+
     def precision(self) -> AbstractContextManager[object]:
         """Returns the context for a forward of the model."""
         return nullcontext() if self.autocast is None else autocast(self.world.device, self.autocast)
-
-    def _clip(self, step: Step) -> float | Tensor:
-        """Scales the reduced dense gradients down to clip_norm and returns the factor."""
-        if self.clip_norm is None:
-            return 1.0
-        # Row gradients differ by rank, so their norm is summed; dense gradients are already the same on all ranks.
-        squared = squared_norm((), self.world.device)
-        if self.clip_rows:
-            squared = step.squared_gradient_norm()
-            with step.trace.span("reduce"):
-                self.world.dense.all_reduce_sum(squared)
-        gradients = [p.grad for p in self.reducer.parameters if p.grad is not None]
-        norm = (squared + squared_norm(gradients, self.world.device)).sqrt()
-        scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale)
-        return scale
 
 
 def _compiled(model: nn.Module) -> Callable[..., Any]:

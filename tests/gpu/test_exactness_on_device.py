@@ -126,7 +126,7 @@ def test_the_batch_at_fault_is_not_repeated(device: str) -> None:
     trainer, batches = bad_run(World(device=device)), iter(bad_batches(3))
     with pytest.raises(NonFiniteError):
         trainer.fit(batches, steps=4)
-    assert [len(batch) for batch in trainer._source_of(batches)] == [24] * 4
+    assert [len(batch) for batch in trainer.source_of(batches)] == [24] * 4
     with pytest.raises(RuntimeError, match="a step was left halfway"):
         trainer.fit(bad_batches(3))  # its dense parameters are of later steps than its rows
 

@@ -75,7 +75,7 @@ def clipped(world: World) -> list[str]:
 
 
 def test_clipped_rows_need_all_gradients() -> None:
-    """Fails if Trainer._pipeline_options leaves late_gradients on: Step.gradients then refuses."""
+    """Fails if Trainer.pipeline_options leaves late_gradients on: Step.gradients then refuses."""
     for serial, nested in run_ranks(2, clipped):
         assert serial == nested
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from nestpipe.prediction.result import sum_up
+from nestpipe.prediction.ways import SCHEDULE_WAYS
+from nestpipe.prediction.work import Way
 from nestpipe.report.timeline import draw_timeline
 from nestpipe.report.trace import read_trace
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.fit import fit, fit_error, fit_summary, predict, predictions
 from nestpipe.simulator.overlap import Overlap
-from nestpipe.simulator.result import sum_up
 from nestpipe.simulator.simulate import play_case
 from nestpipe.simulator.trace_out import MOST_WORKERS, write_simulated_trace
 from nestpipe.simulator.trace_times import read_trace_times
-from nestpipe.simulator.ways import SCHEDULE_WAYS
-from nestpipe.simulator.work import Way
 
 NUM = 4
 WAYS = {way.name: way for way in SCHEDULE_WAYS}

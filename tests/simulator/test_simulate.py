@@ -8,13 +8,13 @@ import pytest
 
 from nestpipe.pipelining.schedule import Op
 from nestpipe.pipelining.stage import STAGES
+from nestpipe.prediction.ways import CROSSING, SCHEDULE_WAYS, all_ways
+from nestpipe.prediction.work import TWO_HOPS, Way
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.costs import STAGE_COSTS, Case, costs_on
 from nestpipe.simulator.jitter import Jitter
 from nestpipe.simulator.network import all_reduce, all_to_all
 from nestpipe.simulator.simulate import Record, simulate
-from nestpipe.simulator.ways import CROSSING, SCHEDULE_WAYS, all_ways
-from nestpipe.simulator.work import TWO_HOPS, Way
 
 SMALL = replace(Cluster(), run=replace(Cluster().run, steps=15))
 QUIET = replace(SMALL, jitter=replace(SMALL.jitter, sigma=0.0))

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.paper.published import COUNTERPARTS, NO_COUNTERPART, SERIAL, System
+from nestpipe.prediction.result import Result, sum_up
+from nestpipe.prediction.ways import CROSSING, way_named
+from nestpipe.prediction.work import Way
 from nestpipe.simulator.cluster import (
     BatchSection,
     ByWorkersSection,
@@ -20,10 +23,7 @@ from nestpipe.simulator.cluster import (
     RunSection,
 )
 from nestpipe.simulator.network import all_to_all
-from nestpipe.simulator.result import Result, sum_up
 from nestpipe.simulator.simulate import play_case
-from nestpipe.simulator.ways import CROSSING, way_named
-from nestpipe.simulator.work import Way
 
 FEW, MANY = 128, 1536
 LOOKUP_SHARE, EXCHANGE_SHARE = 0.244, 0.092

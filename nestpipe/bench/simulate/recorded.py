@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.bench.harness.report import Record
+from nestpipe.prediction.ways import CROSSING, way_named
 from nestpipe.simulator.fit import Fitted, fit, fit_summary, predict
 from nestpipe.simulator.overlap import Overlap
 from nestpipe.simulator.trace_times import read_trace_times
-from nestpipe.simulator.ways import CROSSING, way_named
 
 FILES = ("h200-one-rank", "h200-models", "h200-four-ranks")
 OVERLAPS = ("key_overlap", "head_overlap", "tail_overlap")

@@ -16,10 +16,10 @@ from nestpipe.bench.harness.requirements import source_file
 from nestpipe.bench.network.run import BURST_BYTES, lines_of
 from nestpipe.bench.simulate.published import published_records
 from nestpipe.bench.simulate.recorded import OVERLAPS, recorded_records
+from nestpipe.prediction.ways import CROSSING, way_named
 from nestpipe.simulator.fit import Fitted, fit, fit_error, predict
 from nestpipe.simulator.overlap import Overlap
 from nestpipe.simulator.trace_times import read_trace_times
-from nestpipe.simulator.ways import CROSSING, way_named
 
 RATE = "1gbit"
 

@@ -19,7 +19,7 @@ from nestpipe.bench.simulate.published import (
     torchrec_rows,
 )
 from nestpipe.bench.simulate.recorded import recorded_records
-from nestpipe.simulator.ways import SCHEDULE_WAYS
+from nestpipe.prediction.ways import SCHEDULE_WAYS
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 

@@ -13,10 +13,10 @@ import pytest
 
 from nestpipe.pipelining.schedule import SCHEDULES, Op
 from nestpipe.pipelining.stage import COMPUTE
-from nestpipe.simulator.play import Played, play
-from nestpipe.simulator.result import sum_up
-from nestpipe.simulator.ways import operations_of
-from nestpipe.simulator.work import Way, Work
+from nestpipe.prediction.play import Played, play
+from nestpipe.prediction.result import sum_up
+from nestpipe.prediction.ways import operations_of
+from nestpipe.prediction.work import Way, Work
 
 COSTS = {
     **{"prefetch": 1, "upload": 2, "route": 3, "retrieve": 4, "begin": 0, "send_rows": 5, "dense": 10},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,17 @@ class Work:
 
 Cost = Callable[[Op], Work]
 """Returns the cost of an operation."""
+
+
+class Jitter(Protocol):
+    """Makes the own work of workers longer or shorter."""
+
+    @property
+    def is_none(self) -> bool:
+        """Returns whether all workers take the same time."""
+
+    def factors(self, op: Op) -> Times:
+        """Returns the factor of each worker's own work in an operation."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nestpipe.pipelining.schedule import WITHOUT_EXCHANGE, Op, operations
 from nestpipe.pipelining.stage import COMPUTE
-from nestpipe.simulator.work import TWO_HOPS, Way
+from nestpipe.prediction.work import TWO_HOPS, Way
 
 CROSSING = Way("nested-cross-batch", "nested", cross_batch=True)
 SCHEDULE_WAYS = (

@@ -15,9 +15,8 @@ import numpy as np
 from nestpipe.pipelining.schedule import Name, Op
 from nestpipe.pipelining.stage import COMPUTE, STAGES
 from nestpipe.pipelining.trace import Span
-from nestpipe.simulator.jitter import Jitter
-from nestpipe.simulator.link import Link
-from nestpipe.simulator.work import Cost, Times, Work
+from nestpipe.prediction.link import Link
+from nestpipe.prediction.work import Cost, Jitter, Times, Work
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nestpipe.pipelining.stage import STAGES
-from nestpipe.simulator.play import Played
+from nestpipe.prediction.play import Played
 
 FIELDS = (
     *("dense_ms", "row_update_ms", "exposed_input_ms", "exposed_lookup_ms", "exposed_exchange_ms"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nestpipe.simulator.link import Link
+from nestpipe.prediction.link import Link
 
 
 def test_alone_and_shared() -> None:
