@@ -97,36 +97,6 @@ class Graph:
         return None if d_x is None else d_x[: len(gradient)], *d_parameters
 
 
-class Recorder:
-    """Records functions that take no arguments. Where there are no graphs, a recorded function is called again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Returns a call that does the work of the function once more, in the current stream.
-
-        The function must not wait for the device. What it allocates stays alive as long as something refers to it, and
-        other temporary memory is shared by all functions of this recorder, so their work must be done one after
-        another.
-        """
-        if self._pool is None:
-            return function
-        stream = _recording(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            function()  # nothing may be compiled during the recording
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            function()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        return graph.replay
-
-
 def _recording(device: torch.device) -> torch.cuda.Stream:
     """Returns a stream that no lane uses: what a lane enqueues during a recording must not become part of it."""
     if device not in _streams:

@@ -22,10 +22,9 @@ from nestpipe.kernels.keys.runs import Runs, SortedKeys, mark_runs, number_runs
 
 def dedup_on_device(packed: PackedBatch, device: torch.device) -> BatchDedup:
     """Finds the distinct keys of a batch and splits it into micro-batches. Waits for the device."""
-    found = [FoundKeys.of(keys, device) for keys in packed.groups]
+    found = [_FoundKeys.of(keys, device) for keys in packed.groups]
     num_distinct = Download([keys.num_distinct for keys in found]).wait()  # one wait for all groups
-    pairs = zip(found, num_distinct, strict=True)
-    groups = [keys.in_order(number.numpy().astype(np.int64), packed.world_size) for keys, number in pairs]
+    groups = [_order_keys(*pair, packed.world_size) for pair in zip(found, num_distinct, strict=True)]
     lists = Download([list_ for group in groups for list_ in (group.keys, group.counts)])
     order, layouts = packed.order, packed.layouts
     if order is None:
@@ -38,7 +37,7 @@ def dedup_on_device(packed: PackedBatch, device: torch.device) -> BatchDedup:
     ]
     host_lists = lists.wait()
     dedups = [
-        requester_dedup(keys, host_lists[2 * g], host_lists[2 * g + 1], order, used[g], occurrences[g])
+        _requester_dedup(keys, host_lists[2 * g], host_lists[2 * g + 1], order, used[g], occurrences[g])
         for g, keys in enumerate(packed.groups)
     ]
     inputs = uploaded_inputs(split_inputs(packed.batch, order), device)
@@ -46,7 +45,7 @@ def dedup_on_device(packed: PackedBatch, device: torch.device) -> BatchDedup:
 
 
 @dataclass(frozen=True)
-class FoundKeys:
+class _FoundKeys:
     """The runs of equal keys of a group. How many there are, the host does not know yet."""
 
     keys: SortedKeys
@@ -58,22 +57,16 @@ class FoundKeys:
     salts: Tensor
 
     @staticmethod
-    def of(packed: PackedKeys, device: torch.device) -> "FoundKeys":
+    def of(packed: PackedKeys, device: torch.device) -> "_FoundKeys":
+        group = packed.group
+        num_tables = len(group.tables)
         keys = packed.keys.to(device, non_blocking=True)
         bounds = torch.from_numpy(packed.table_bounds).to(device, non_blocking=True)
-        tables = None if packed.tables is None else packed.tables.to(device, non_blocking=True)
-        return FoundKeys.find(keys, tables, bounds, packed.group.salts)
-
-    @staticmethod
-    def find(keys: Tensor, tables: Tensor | None, bounds: Tensor, salts: Tensor, has_rest: bool = False) -> "FoundKeys":
-        """tables: [n] table of each key; None if bounds, [tables + 1] first keys of tables, say it. has_rest: keys from
-        the last bound on do not count."""
-        num_tables = len(salts)
         by_key, key_order = keys.sort(stable=True)
-        table_order = None
-        if tables is not None:
-            tables = tables.index_select(0, key_order)
-        elif num_tables > 1 or has_rest:
+        tables = table_order = None
+        if packed.tables is not None:
+            tables = packed.tables.to(device, non_blocking=True).index_select(0, key_order)
+        elif num_tables > 1:
             tables = torch.bucketize(key_order, bounds[1:], right=True, out_int32=True)
             tables = tables.to(torch.int16) if num_tables <= torch.iinfo(torch.int16).max else tables  # sorted faster
         if tables is not None:
@@ -81,24 +74,14 @@ class FoundKeys:
         sorted_keys = SortedKeys(by_key, key_order, tables, table_order, num_tables)
         runs = mark_runs(sorted_keys)
         run_numbers = runs.is_start.cumsum(0, dtype=torch.int32)
-        before = torch.zeros(len(keys) + 1, dtype=torch.int32, device=keys.device)
+        before = torch.zeros(len(keys) + 1, dtype=torch.int32, device=device)
         use_numbers = torch.cumsum(runs.is_first_use, 0, dtype=torch.int32, out=before[1:])
         num_distinct = before.index_select(0, bounds)
-        return FoundKeys(sorted_keys, runs, run_numbers, use_numbers, num_distinct, salts)
-
-    def in_order(self, bounds: NDArray[np.int64], world_size: int) -> "OrderedKeys":
-        """Returns the distinct keys by position. bounds: num_distinct in host memory; its last number may be larger,
-        and then keys from the real one on mean nothing."""
-        distinct, numbers = number_runs(
-            self.keys, self.runs, self.run_numbers, self.use_numbers, int(bounds[-1])
-        )  # in order of (table, first use)
-        if world_size == 1:
-            return OrderedKeys(distinct, self.num_distinct.diff(), RowOrder(numbers, bounds, None, None))
-        return _order_by_owner(distinct, numbers, self.num_distinct, bounds, self.salts, world_size)
+        return _FoundKeys(sorted_keys, runs, run_numbers, use_numbers, num_distinct, group.salts)
 
 
 @dataclass(frozen=True)
-class OrderedKeys:
+class _OrderedKeys:
     """The distinct keys of a group on the device, by position."""
 
     keys: Tensor
@@ -107,25 +90,34 @@ class OrderedKeys:
     row_order: RowOrder
 
 
+def _order_keys(found: _FoundKeys, num_distinct: Tensor, world_size: int) -> _OrderedKeys:
+    """num_distinct: found.num_distinct in host memory."""
+    bounds = num_distinct.numpy().astype(np.int64)
+    distinct, numbers = number_runs(
+        found.keys, found.runs, found.run_numbers, found.use_numbers, int(bounds[-1])
+    )  # in order of (table, first use)
+    num_keys = found.num_distinct.diff()
+    if world_size == 1:
+        return _OrderedKeys(distinct, num_keys, RowOrder(numbers, bounds, None, None))
+    return _order_by_owner(distinct, numbers, num_keys, bounds, found.salts, world_size)
+
+
 def _order_by_owner(
-    distinct: Tensor, numbers: Tensor, ends: Tensor, bounds: NDArray[np.int64], salts: Tensor, world_size: int
-) -> OrderedKeys:
-    """ends: [tables + 1] distinct keys of all tables before each table, then of all."""
+    distinct: Tensor, numbers: Tensor, num_keys: Tensor, bounds: NDArray[np.int64], salts: Tensor, world_size: int
+) -> _OrderedKeys:
     device, num_tables, num_distinct = distinct.device, len(salts), len(distinct)
-    tables = torch.bucketize(torch.arange(num_distinct, device=device), ends[1:].long(), right=True)
-    salts = torch.cat([salts, salts.new_zeros(1)]).to(device)  # one more for keys that mean nothing
-    owners = owners_of(distinct, salts.index_select(0, tables), world_size)
-    owners = torch.where(tables < num_tables, owners, world_size)
+    tables = torch.repeat_interleave(torch.arange(num_tables, device=device), num_keys, output_size=num_distinct)
+    owners = owners_of(distinct, salts.to(device).index_select(0, tables), world_size)
     sorted_owners, order = owners.sort(stable=True)
     tables = tables.index_select(0, order)
     places = torch.arange(world_size * num_tables + 1, device=device)
     counts = torch.searchsorted(sorted_owners * num_tables + tables, places).diff()
     positions = _with_padding(_inverse(order)).index_select(0, numbers)
     if num_tables == 1:
-        return OrderedKeys(distinct.index_select(0, order), counts, RowOrder(positions, bounds, None, None))
+        return _OrderedKeys(distinct.index_select(0, order), counts, RowOrder(positions, bounds, None, None))
     position_of_row = tables.sort(stable=True).indices
     row_order = RowOrder(positions, bounds, _inverse(position_of_row), position_of_row)
-    return OrderedKeys(distinct.index_select(0, order), counts, row_order)
+    return _OrderedKeys(distinct.index_select(0, order), counts, row_order)
 
 
 def _inverse(permutation: Tensor) -> Tensor:
@@ -138,7 +130,7 @@ def _with_padding(numbers: Tensor) -> Tensor:
     return torch.cat([numbers, numbers.new_full((1,), len(numbers))])
 
 
-def _clustered(packed: PackedBatch, groups: list[OrderedKeys], lists: Download) -> SampleOrder:
+def _clustered(packed: PackedBatch, groups: list[_OrderedKeys], lists: Download) -> SampleOrder:
     positions = Download([group.row_order.positions for group in groups]).wait()
     host_lists = lists.wait()
     distinct = [
@@ -152,7 +144,7 @@ def _counts(keys: PackedKeys, counts: Tensor) -> Tensor:
     return counts.to(torch.int32).view(-1, len(keys.group.tables))
 
 
-def requester_dedup(
+def _requester_dedup(
     packed: PackedKeys, keys: Tensor, counts: Tensor, order: SampleOrder, used: UsedRows, occurrences: GroupOccurrences
 ) -> RequesterDedup:
     return RequesterDedup(

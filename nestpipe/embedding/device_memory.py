@@ -18,13 +18,13 @@ from nestpipe.device.tally import embedding_memory
 from nestpipe.device.transfer import ALIGNMENT, OfTensors, host_empty, uploaded
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup
+from nestpipe.embedding.device_dedup import dedup_on_device
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.host_link import HostLink
 from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch, pack_batch
 from nestpipe.embedding.plan import message_unit
-from nestpipe.embedding.recorded_dedup import DeviceDedup
 from nestpipe.kernels.rows import copy as row_kernels
 from nestpipe.kernels.rows.pinned import keep_alive_until
 from nestpipe.kernels.rows.segments import Segments, sum_segments
@@ -37,9 +37,8 @@ class DeviceMemory:
 
     is_host = False
 
-    def __init__(self, device: torch.device, is_staged: bool, records: bool = False) -> None:
+    def __init__(self, device: torch.device, is_staged: bool) -> None:
         self.device = device
-        self._dedup = DeviceDedup(device, records)
         self._is_staged = is_staged
         self._link = HostLink(device)
 
@@ -72,7 +71,7 @@ class DeviceMemory:
 
     def upload_batch(self, batch: BatchDedup | PackedBatch) -> BatchDedup:
         assert isinstance(batch, PackedBatch)
-        return self._dedup(batch)
+        return dedup_on_device(batch, self.device)
 
     def empty_list(self, number: int) -> Tensor:
         return host_empty((number,), torch.int64, self.device)

@@ -84,12 +84,7 @@ def group_occurrences(
     """Arranges the occurrences of a group."""
     group, num_parts = packed.group, len(used.row_counts)
     weights = _weights(features, packed, layout, used)
-    entries = None
-    if not group.frozen:
-        most_rows = int(used.row_counts.sum(1).max())
-        numbers = torch.from_numpy(block_numbers(group, layout, num_parts, most_rows + 1))
-        numbers = numbers.to(used.rows.device, non_blocking=True)
-        entries = Entries.sort(numbers, used, num_parts * len(group.feature_sets), most_rows)
+    entries = None if group.frozen else _Entries.sort(group, layout, used)
     sets = [
         [_occurrences(s, p, entries, weights, group, layout, used) for s in range(len(group.feature_sets))]
         for p in range(num_parts)
@@ -98,7 +93,7 @@ def group_occurrences(
 
 
 @dataclass(frozen=True)
-class Entries:
+class _Entries:
     """All occurrences, sorted by (micro-batch, set, row). Padding comes after the rows of each set."""
 
     occurrences: Tensor
@@ -109,16 +104,18 @@ class Entries:
     most_rows: int
 
     @staticmethod
-    def sort(numbers: Tensor, used: UsedRows, num_sets: int, most_rows: int) -> "Entries":
-        """numbers: block_numbers with most_rows + 1 for each set. num_sets: of all micro-batches."""
-        sort_keys, vectors = describe(used.rows, used.segments, Blocks(numbers[0], *numbers[1:, :-1]))
-        num_keys = num_sets * (most_rows + 1)
+    def sort(group: TableGroup, layout: SampleLayout, used: UsedRows) -> "_Entries":
+        num_parts, num_sets = len(used.row_counts), len(group.feature_sets)
+        most_rows = int(used.row_counts.sum(1).max())
+        blocks = _blocks(group, layout, num_parts, most_rows + 1, used.rows.device)
+        sort_keys, vectors = describe(used.rows, used.segments, blocks)
+        num_keys = num_parts * num_sets * (most_rows + 1)
         if num_keys < 2**31:
             sort_keys = sort_keys.to(torch.int32)  # sorted in half the time
         sorted_keys, occurrences = sort_keys.sort(stable=True)
         places = torch.arange(num_keys, dtype=sort_keys.dtype, device=sort_keys.device)
         offsets = torch.searchsorted(sorted_keys, places)
-        return Entries(occurrences, vectors.index_select(0, occurrences), offsets, most_rows)
+        return _Entries(occurrences, vectors.index_select(0, occurrences), offsets, most_rows)
 
     def rows(self, number: int, num_rows: int, num_entries: int, is_weighted: bool) -> Segments:
         """Returns the entries of each row. number: of the micro-batch and set."""
@@ -130,9 +127,8 @@ class Entries:
         return Segments(num_rows, self.vectors, offsets, None, self.occurrences if is_weighted else None, pieces)
 
 
-def block_numbers(group: TableGroup, layout: SampleLayout, num_parts: int, per_set: int) -> NDArray[np.int64]:
-    """Returns the arrays of Blocks, [5, blocks + 1]: what the blocks are sorted by, and the vectors of their
-    occurrences."""
+def _blocks(group: TableGroup, layout: SampleLayout, num_parts: int, per_set: int, device: torch.device) -> Blocks:
+    """Describes the blocks: what they are sorted by, and the vectors of their occurrences."""
     num_features, num_sets = len(group.features), len(group.feature_sets)
     sizes = np.diff(layout.block_bounds).reshape(num_parts, num_features)
     numbers = np.zeros((5, num_parts * num_features + 1), dtype=np.int64)
@@ -151,13 +147,14 @@ def block_numbers(group: TableGroup, layout: SampleLayout, num_parts: int, per_s
             of_set = sizes[:, features]
             per_occurrence[blocks] = 1
             shifts[blocks] = np.cumsum(of_set, axis=1) - of_set - layout.block_bounds[blocks]
-    return numbers
+    on_device = torch.from_numpy(numbers).to(device, non_blocking=True)
+    return Blocks(on_device[0], *on_device[1:, :-1])
 
 
 def _occurrences(
     s: int,
     part: int,
-    entries: Entries | None,
+    entries: _Entries | None,
     weights: Tensor | None,
     group: TableGroup,
     layout: SampleLayout,
@@ -169,21 +166,13 @@ def _occurrences(
     num_entries = sum(int(layout.block_bounds[b + 1] - layout.block_bounds[b]) for b in blocks)
     if not feature_set.is_pooled:
         weights = None
-        vectors = sequence_vectors(feature_set, part, group, layout, used.rows)
+        vectors = one_each(_joined(used.rows, [slice(*layout.block_bounds[b : b + 2].tolist()) for b in blocks]))
     else:
-        vectors = pooled_vectors(feature_set, part, group, layout, used, num_entries, weights is not None)
+        vectors = _pooled_vectors(feature_set, part, group, layout, used, num_entries, weights is not None)
     if entries is None:
         return DeviceOccurrences(vectors, None, weights)
     number, num_rows = part * len(group.feature_sets) + s, int(used.row_counts[part].sum())
     return DeviceOccurrences(vectors, entries.rows(number, num_rows, num_entries, weights is not None), weights)
-
-
-def sequence_vectors(
-    feature_set: FeatureSet, part: int, group: TableGroup, layout: SampleLayout, rows: Tensor
-) -> Segments:
-    """Returns the row of each occurrence of a set of sequences. rows: of all occurrences."""
-    blocks = [part * len(group.features) + feature for feature in feature_set.features]
-    return one_each(_joined(rows, [slice(*layout.block_bounds[b : b + 2].tolist()) for b in blocks]))
 
 
 def _joined(array: Tensor, slices: list[slice]) -> Tensor:
@@ -193,7 +182,7 @@ def _joined(array: Tensor, slices: list[slice]) -> Tensor:
     return torch.cat([array[one] for one in slices])
 
 
-def pooled_vectors(
+def _pooled_vectors(
     feature_set: FeatureSet,
     part: int,
     group: TableGroup,

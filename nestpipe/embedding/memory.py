@@ -168,13 +168,12 @@ class Memory(Protocol):
         """Keeps a received message alive until the work enqueued so far has read it."""
 
 
-def memory_on(device: torch.device, *, is_staged: bool = False, records: bool = False) -> Memory:
-    """Returns the memory of a device. is_staged: messages are in host memory. records: work that comes again with each
-    batch may be recorded, which takes memory of its own."""
+def memory_on(device: torch.device, *, is_staged: bool = False) -> Memory:
+    """Returns the memory of a device. is_staged: messages are in host memory."""
     if is_accelerator(device):
         from nestpipe.embedding.device_memory import DeviceMemory
 
-        return DeviceMemory(device, is_staged, records)
+        return DeviceMemory(device, is_staged)
     from nestpipe.embedding.host_memory import HostMemory
 
     return HostMemory()

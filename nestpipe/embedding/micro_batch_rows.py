@@ -54,18 +54,18 @@ def find_used_rows(order: RowOrder, layout: SampleLayout, num_samples: list[int]
         bounds = torch.arange(len(layout.bounds), device=device)
     else:
         bounds = layout.bounds.to(device, non_blocking=True)
-    segments = None if layout.is_one_each else segments_of(bounds, len(order.positions))
+    segments = None if layout.is_one_each else _segments(bounds, len(order.positions))
     if len(num_samples) == 1:
-        return all_rows(order, bounds, segments)
+        return _all_rows(order, bounds, segments)
     return _split_rows(order, layout, bounds, segments, len(num_samples))
 
 
-def segments_of(bounds: Tensor, num_occurrences: int) -> Tensor:
+def _segments(bounds: Tensor, num_occurrences: int) -> Tensor:
     """Returns the segment of each occurrence."""
     return torch.bucketize(torch.arange(num_occurrences, device=bounds.device), bounds[1:], right=True)
 
 
-def all_rows(order: RowOrder, bounds: Tensor, segments: Tensor | None) -> UsedRows:
+def _all_rows(order: RowOrder, bounds: Tensor, segments: Tensor | None) -> UsedRows:
     """One micro-batch has all rows."""
     device, number = order.positions.device, order.num_positions
     positions = order.position_of_row

@@ -42,7 +42,7 @@ class RowPool:
         """Resident rows after the last retrieve. A number of its own: the index may be in use by the host lane."""
         self._writes = _Writes(store)
         self._groups = [GroupPool(group, store, self._writes, memory) for group in groups]
-        self.memory = memory
+        self._memory = memory
         self._growing = threading.Lock()
         self._num_batches = 0
         self._in_flight: list[int] = []

@@ -97,9 +97,7 @@ class Pipeline:
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
-        records = options.device_budget_bytes is None  # recorded work has memory that no formula covers
-        memory = memory_on(world.device, is_staged=world.rows.is_staged, records=records)
-        memory = memory if self.pool is None else self.pool.memory  # which has recorded work already
+        memory = memory_on(world.device, is_staged=world.rows.is_staged)
         exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs)
         schedule = options.schedule
         if exchange.size == 1:

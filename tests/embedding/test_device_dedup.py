@@ -8,8 +8,7 @@ numbers runs in the order of their keys, if _order_by_owner leaves positions in 
 _split_rows takes the rows of the whole batch, or if _Entries.sort takes the occurrences of a row in another order.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from torch import Tensor
 from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
 from nestpipe.device.transfer import host_bytes
-from nestpipe.embedding import recorded_dedup
 from nestpipe.embedding.batch_copy import copied_source
 from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup, dedup_batch
@@ -29,7 +27,7 @@ from nestpipe.embedding.device_dedup import dedup_on_device
 from nestpipe.embedding.features import Embeddings, SequenceEmbedding
 from nestpipe.embedding.group import FeatureGroups, group_features
 from nestpipe.embedding.optim import SGD
-from nestpipe.embedding.packed import PackedBatch, pack_batch
+from nestpipe.embedding.packed import pack_batch
 from nestpipe.kernels.rows import segments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,19 +50,16 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def make_features(dims: tuple[int, int] = (2, 3)) -> FeatureGroups:
-    """Three groups: tables a, b and c, table d, which is frozen, and table e."""
+    """Two groups: tables a, b and c, and table d, which is frozen."""
     a, b, c = (Table(name, dims[0], optimizer=SGD(0.1), dtype=torch.float64) for name in "abc")
     d = Table("d", dims[1], frozen=True, dtype=torch.float64)
-    e = Table("e", dims[1], optimizer=SGD(0.1), dtype=torch.float64)
     return group_features(
         {
             "d": Pooled(d),
             "b_twice": Pooled(b, "mean", padding_key=PADDING),
             "a": Sequence(a, padding_key=PADDING),
             "c": Pooled(c),
-            "e": Pooled(e),
             "b": Pooled(b),
-            "e_again": Pooled(e),
             "a_again": Sequence(a),
             "negatives": Sequence(a, by_index=True),
         }
@@ -72,21 +67,6 @@ def make_features(dims: tuple[int, int] = (2, 3)) -> FeatureGroups:
 
 
 FEATURES = make_features()
-
-
-def make_plain_features() -> FeatureGroups:
-    """The same without padding and means, whose batches can be recorded."""
-    plain = {
-        name: Pooled(feature.table)
-        if isinstance(feature, Pooled)
-        else Sequence(feature.table, by_index=feature.by_index)
-        for name, feature in FEATURES.features.items()
-    }
-    return group_features(plain)
-
-
-PLAIN_FEATURES = make_plain_features()
-Dedup = Callable[[PackedBatch], BatchDedup]
 
 
 @dataclass(frozen=True)
@@ -139,13 +119,14 @@ def cases(draw: Any) -> Case:
     )
 
 
-def planned_on_device(features: FeatureGroups, case: Case, dedup: Dedup) -> BatchDedup:
+def planned_on_device(features: FeatureGroups, case: Case, is_copied: bool) -> BatchDedup:
+    """is_copied: the batch was copied as a pipeline copies it."""
     split = case.num_micro_batches, case.world_size, 1, case.clustering
     batch = case.batch
-    if case.is_copied:  # as a pipeline copies it
+    if is_copied:
         batch = next(copied_source(iter([batch]), None, features.features, DEVICE, 1))
-        assert len(batch.group_keys) == len(features.groups) or any(not any(lists) for lists in case.lists.values())
-    return dedup(pack_batch(features, batch, *split, host_bytes(DEVICE)))
+        assert len(batch.group_keys) == len(features.groups)
+    return dedup_on_device(pack_batch(features, batch, *split, host_bytes(DEVICE)), DEVICE)
 
 
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture], "derandomize": True}
@@ -164,48 +145,17 @@ def test_many_batches_as_in_host_memory(implementation: str, case: Case) -> None
     check(FEATURES, case)
 
 
-def test_recorded_batches_as_in_host_memory(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is played for many batches, with other keys and other numbers of them. Fails if FoundKeys.find is called
-    without has_rest, if a batch gets the results themselves instead of a copy, if _GroupWork.fill leaves out bounds, or
-    if _cut keeps the segments of all rows."""
-    monkeypatch.setattr(recorded_dedup, "USES_BEFORE", 0)
-    monkeypatch.setattr(recorded_dedup, "PIECE", 4)
-    monkeypatch.setattr(recorded_dedup, "_capacity", lambda number: -(-number // 32) * 32)
-    dedups = {size: recorded_dedup.DeviceDedup(DEVICE, records=True) for size in (1, 2, 3, 1536)}
-    recorded = 0
-    kept: list[tuple[BatchDedup, BatchDedup]] = []
-
-    @settings(max_examples=35, **SETTINGS)
-    @given(case=cases())
-    def try_batch(case: Case) -> None:
-        nonlocal recorded
-        case = replace(case, num_micro_batches=1, is_weighted=False)
-        planned = planned_on_device(PLAIN_FEATURES, case, dedups[case.world_size])
-        packed = pack_batch(PLAIN_FEATURES, case.batch, 1, case.world_size, 1, case.clustering, host_bytes(DEVICE))
-        recorded += recorded_dedup.can_be_recorded(packed)
-        kept.append((planned, dedup_batch(PLAIN_FEATURES, case.batch, 1, case.world_size, 1, case.clustering)))
-        for ours, theirs in kept[-3:]:  # as if these batches were in flight
-            check_batch(PLAIN_FEATURES, ours, theirs)
-
-    try_batch()
-    assert recorded > 10
-
-
 def check(features: FeatureGroups, case: Case) -> None:
     split = case.num_micro_batches, case.world_size, 1, case.clustering
     on_host = dedup_batch(features, case.batch, *split)
-    on_device = planned_on_device(features, case, lambda packed: dedup_on_device(packed, DEVICE))
-    check_batch(features, on_device, on_host)
-
-
-def check_batch(features: FeatureGroups, on_device: BatchDedup, on_host: BatchDedup) -> None:
+    on_device = planned_on_device(features, case, case.is_copied)
     assert on_device.num_samples == on_host.num_samples
     assert on_device.weights == on_host.weights
     for ours, theirs in zip(on_device.inputs, on_host.inputs, strict=True):
         assert torch.equal(ours["number"].cpu(), theirs["number"])
     for ours, theirs in zip(on_device.groups, on_host.groups, strict=True):
         check_group(ours, theirs)
-    for i in range(on_host.num_micro_batches):
+    for i in range(case.num_micro_batches):
         check_embeddings(features, on_device, on_host, i)
 
 

@@ -55,7 +55,7 @@ class Passed:
 
 def as_on_a_device(patch: pytest.MonkeyPatch, staged: bool) -> None:
     """Uses DeviceMemory on host memory, with the plain form of its kernels. staged: messages as in host memory."""
-    patch.setattr(pipeline_module, "memory_on", lambda device, is_staged, records: DeviceMemory(device, is_staged))
+    patch.setattr(pipeline_module, "memory_on", lambda device, is_staged: DeviceMemory(device, is_staged))
     if staged:
         patch.setattr(Channel, "is_staged", property(lambda _: True))
         patch.setattr(device_memory, "mark", lambda _: Passed())

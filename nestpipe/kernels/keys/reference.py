@@ -33,9 +33,9 @@ def number_runs(
     numbers: Tensor,
 ) -> None:
     starts = runs.is_start.nonzero().flatten()
-    by_run[: len(starts)] = use_numbers[runs.occurrences[starts]] - 1
+    by_run.copy_(use_numbers[runs.occurrences[starts]] - 1)
     sorted_keys = keys.by_key if keys.table_order is None else keys.by_key[keys.table_order]
-    distinct.index_copy_(0, by_run[: len(starts)], sorted_keys[starts])
+    distinct.index_copy_(0, by_run, sorted_keys[starts])
     padded = torch.cat([by_run, by_run.new_zeros(1)])  # if all is padding, there are no runs
     of_runs = padded[(run_numbers.long() - 1).clamp(min=0)]
     if keys.tables is not None:
@@ -45,7 +45,7 @@ def number_runs(
 
 def describe(rows: Tensor, segments: Tensor | None, blocks: "Blocks", sort_keys: Tensor, targets: Tensor) -> None:
     occurrences = torch.arange(len(rows), device=rows.device)
-    block = torch.bucketize(occurrences, blocks.bounds[1:], right=True).clamp_(max=len(blocks.bases) - 1)
+    block = torch.bucketize(occurrences, blocks.bounds[1:], right=True)
     segments = occurrences if segments is None else segments
     sort_keys.copy_(blocks.bases[block] + rows)
     by_segment, by_occurrence = segments * blocks.per_segment[block], occurrences * blocks.per_occurrence[block]

@@ -55,7 +55,7 @@ def number_runs(
     keys: SortedKeys, runs: Runs, run_numbers: Tensor, use_numbers: Tensor, num_runs: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the key of each run in order of first use, and for each occurrence the number of its run in that order,
-    num_runs for padding. If there are fewer runs, further keys mean nothing.
+    num_runs for padding.
 
     run_numbers, use_numbers: [n] sums of is_start and of is_first_use up to each entry, itself included.
     """
@@ -86,8 +86,7 @@ class Blocks:
 
 def describe(rows: Tensor, segments: Tensor | None, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Returns for each occurrence o of a block b, with rows[o] and segments[o] (o itself if None), its sort key
-    bases[b] + row and its target segment * per_segment[b] + o * per_occurrence[b] + shifts[b]. Further occurrences
-    count for the last block."""
+    bases[b] + row and its target segment * per_segment[b] + o * per_occurrence[b] + shifts[b]."""
     sort_keys, targets = torch.empty_like(rows), torch.empty_like(rows)
     if len(rows) > 0:
         _implementation(rows).describe(rows, segments, blocks, sort_keys, targets)
