@@ -119,14 +119,14 @@ def _views(memory: Tensor, tensors: list[Tensor], places: list[int]) -> list[Ten
     """Returns parts of memory like these tensors. Each call of torch gives Python's lock away, and the launching thread
     takes it; so tensors of one dtype that follow each other are cut from one piece."""
     views: list[Tensor] = []
-    pairs = zip(tensors, [*zip(places, [*places[1:], len(memory)], strict=True)], strict=True)
-    for dtype, group in groupby(pairs, key=lambda pair: pair[0].dtype):
+    for dtype, group in groupby(zip(tensors, places, strict=True), key=lambda pair: pair[0].dtype):
         run = list(group)
-        sizes = [(end - place) // dtype.itemsize for _, (place, end) in run]
-        first, last = run[0][1][0], run[-1][1][0]
-        sizes[-1] = run[-1][0].numel()  # a dtype that follows begins at a multiple of its own
-        piece = memory[first : last + run[-1][0].nbytes].view(dtype)
-        for (tensor, _), part in zip(run, piece.split(sizes), strict=True):
+        (_, first), (last_tensor, last) = run[0], run[-1]
+        piece = memory[first : last + last_tensor.nbytes].view(dtype)
+        ends = [*(place for _, place in run[1:]), last + last_tensor.nbytes]
+        sizes = [(end - place) // dtype.itemsize for (_, place), end in zip(run, ends, strict=True)]
+        # Not `split`, whose parts may not be changed in place together with a parameter.
+        for (tensor, _), part in zip(run, piece.unsafe_split_with_sizes(sizes), strict=True):
             is_whole = tensor.dim() == 1 and len(part) == len(tensor)
             views.append(part if is_whole else part[: tensor.numel()].view(tensor.shape))
     return views

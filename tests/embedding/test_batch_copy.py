@@ -116,3 +116,21 @@ def test_refusals() -> None:
         arrays = np.array([[source.data_ptr(), size, offset]], dtype=np.int64)
         with pytest.raises(ValueError, match=r"offset|num_bytes"):
             pack_ops.copy_arrays(arrays, target)
+
+
+def test_columns_of_one_array() -> None:
+    """No tensor is in one piece. Fails if _views takes for granted that there is one."""
+    ids = torch.arange(60).view(20, 3)
+    features = {"b": Pooled(B), "b_again": Pooled(B)}
+    keys = {name: Jagged.one_each(ids[:, i]) for i, name in enumerate(features)}
+    batch = Batch(keys, {"label": ids[:, 2]})
+    copy = next(copied_source(iter([batch]), None, features, torch.device("cpu"), 1))
+    assert all(torch.equal(mine, given) for mine, given in zip(tensors(copy), tensors(batch), strict=True))
+
+
+def test_inputs_may_be_changed_in_place() -> None:
+    """Fails if _views cuts memory by split, whose parts torch then refuses to change."""
+    scale = torch.nn.Parameter(torch.full((5,), 2.0))
+    copy = copied(make_batch())
+    copy.inputs["half"].mul_(scale)
+    copy.keys["other"].weights.mul_(scale[0])
