@@ -188,8 +188,9 @@ class Executor:
         work, began = time.thread_time(), time.perf_counter()
         with self._watch.doing(op.stage, STAGES[op.stage].needs_ranks):
             self._actions[op.stage](op)
+        seconds = time.thread_time() - work, time.perf_counter() - began
+        self._trace.work.add(op.stage, op.batch, *seconds)
         if self._light is not None:
-            seconds = time.thread_time() - work, time.perf_counter() - began
             self._light.record(op.stage, *seconds, is_inline=is_inline)
 
     def _thread_of(self, op: Op) -> str:

@@ -1,0 +1,138 @@
+"""Names what makes a run slow: a rank, one of its stages, or a link. Nothing is named that costs less than a twentieth of
+a step, or that all ranks share.
+
+A rank is slow if it enters the collectives of some channel after the others, and they wait for it. Then the stages in
+which ranks wait for no other show why. A rank that owns more keys than the others is a cause of its own, since its
+exchanges are longer, too. A link is slow if what it carries takes longer than on the other links.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from nestpipe.diagnosis.links import SlowLink, slow_links
+from nestpipe.diagnosis.measurements import Array, Measurements, others
+
+LEAST_SHARE = 0.05
+"""Share of a step that something must cost to be named."""
+LEAST_MS = 1.0
+SLOW_STAGE = 1.3
+"""A stage of a rank is slow if it takes this many times as long as on the others."""
+BROAD = 0.5
+"""Share of the other ranks' work, apart from the slowest stage, that must be slow, too, if the rank has less CPU."""
+MANY_KEYS = 1.4
+"""Keys that a hot owner owns, relative to the others."""
+LEAST_CAUSE = 0.4
+"""Share of the time that a rank is late which its slowest stage must explain."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    """cpu, disk, stage or rank: of a rank; owner: a rank with too many keys; link."""
+    ranks: tuple[int, ...]
+    """The slow rank, or the ranks at the slow end of the link; for a link between two hosts, those of both."""
+    cost_ms: float
+    """Milliseconds of a step that it costs, at most."""
+    text: str
+
+
+@dataclass(frozen=True)
+class _Late:
+    rank: int
+    channel: str
+    late_ms: float
+    cost_ms: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} enters the {self.channel} {self.late_ms:.1f} ms after the others"
+
+
+def find(measured: Measurements) -> list[Finding]:
+    """Returns what is slow, the most expensive first; an empty list if nothing is."""
+    least = max(LEAST_MS, LEAST_SHARE * measured.step_ms)
+    found = [each for each in _hot_owners(measured) if each.cost_ms >= least]
+    explained = {rank for each in found for rank in each.ranks}
+    late = [each for each in _late_ranks(measured) if each.cost_ms >= least and each.rank not in explained]
+    causes = [(each, cause) for each in late if (cause := _cause(measured, each)) is not None]
+    found += [cause for _, cause in causes]
+    explained |= {each.rank for each, _ in causes}
+    # A rank without CPU reads its connections slowly, and links of a hot owner carry more: neither is a slow link.
+    links = [each for each in _links(measured) if each.cost_ms >= least and not explained & set(each.ranks)]
+    found += links
+    if not links:  # a slow link makes the ranks at its ends late
+        found += [_unexplained(each) for each in late if each.rank not in explained]
+    return sorted(found, key=lambda each: -each.cost_ms)
+
+
+def _hot_owners(measured: Measurements) -> Iterator[Finding]:
+    usual = others(measured.owned_keys)
+    waits = others(np.sum(list(measured.wait_ms.values()), axis=0))
+    for rank, (own, other) in enumerate(zip(measured.owned_keys, usual, strict=True)):
+        if own >= MANY_KEYS * max(other, 1.0):
+            text = (
+                f"rank {rank} owns {own / max(other, 1.0):.1f} times as many of a batch's keys as the others "
+                f"({own:,.0f}, {other:,.0f} on the others): its rows take longer to retrieve, send and update"
+            )
+            yield Finding("owner", (rank,), float(waits[rank] * (1 - other / own)), text)
+
+
+def _late_ranks(measured: Measurements) -> Iterator[_Late]:
+    """Yields each rank with the channel at which the others wait longest for it."""
+    channels = list(measured.late_ms)
+    late = np.array([measured.late_ms[name] for name in channels])
+    cost = np.minimum(late, np.array([others(measured.wait_ms[name]) for name in channels]))
+    for rank, most in enumerate(cost.argmax(axis=0)):
+        yield _Late(rank, channels[most], float(late[most, rank]), float(cost[most, rank]))
+
+
+def _cause(measured: Measurements, late: _Late) -> Finding | None:
+    """Returns which of a rank's stages make it late; None if none does."""
+    stages, rank = list(measured.work_ms), late.rank
+    own = np.array([measured.work_ms[stage][rank] for stage in stages])
+    usual = np.array([others(measured.work_ms[stage])[rank] for stage in stages])
+    excess, is_slow = own - usual, own >= SLOW_STAGE * usual
+    worst = int(np.where(is_slow, excess, 0.0).argmax())
+    if not is_slow[worst] or excess[is_slow].sum() < LEAST_CAUSE * late.late_ms:
+        return None
+    stage = stages[worst]
+    rest = np.arange(len(stages)) != worst
+    if usual[rest & is_slow].sum() >= BROAD * usual[rest].sum():
+        return Finding("cpu", (rank,), late.cost_ms, f"{late}: {_slow_everywhere(stages, own, usual)}")
+    times = f"its {_named(stage)} is slow ({own[worst]:.1f} ms a step, {usual[worst]:.1f} on the others)"
+    if stage == "prefetch" and _waits(measured, rank, float(excess[worst])):
+        why = "and does not compute meanwhile: it waits for its data, on a slow disk for example"
+        return Finding("disk", (rank,), late.cost_ms, f"{late}: {times}, {why}")
+    return Finding("stage", (rank,), late.cost_ms, f"{late}: {times}")
+
+
+def _slow_everywhere(stages: list[str], own: Array, usual: Array) -> str:
+    largest = [i for i in np.argsort(-own)[:3] if usual[i] > 0]
+    ratios = ", ".join(f"{_named(stages[i])} {own[i] / usual[i]:.1f}" for i in largest)
+    return f"all of its stages take longer ({ratios} times the others' time): it has less CPU than they have"
+
+
+def _waits(measured: Measurements, rank: int, excess_ms: float) -> bool:
+    """Returns whether the time that a rank's prefetch takes longer is time in which it does not compute."""
+    cpu_ms = measured.cpu_ms.get("prefetch")
+    return cpu_ms is not None and float(cpu_ms[rank] - others(cpu_ms)[rank]) < 0.5 * excess_ms
+
+
+def _named(stage: str) -> str:
+    return {"other": "work outside of the stages", "": "code between the stages"}.get(stage, stage)
+
+
+def _links(measured: Measurements) -> Iterator[Finding]:
+    exchange = measured.wait_ms["row exchange"] + measured.wait_ms["gradient return"]
+    exchange = exchange + measured.wait_ms["dense reduction"]
+    for link in slow_links(measured.links):
+        yield Finding("link", link.ranks, float(np.median(exchange)) * (1 - link.ratio), _link_text(link))
+
+
+def _link_text(link: SlowLink) -> str:
+    return f"{link.name} is slow: {link.mb_per_second:.1f} MB/s, {link.usual:.1f} on the other links"
+
+
+def _unexplained(late: _Late) -> Finding:
+    return Finding("rank", (late.rank,), late.cost_ms, f"{late}; none of its stages takes longer than theirs")

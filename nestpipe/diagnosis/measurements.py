@@ -1,0 +1,137 @@
+"""Measurements of all ranks as arrays: how late each one is, how long its stages take, how fast its links are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestpipe.pipelining.stage import STAGES
+
+Array = NDArray[np.float64]
+
+WAITS = {
+    "route": ("route",),
+    "row exchange": ("send_early_rows", "send_rows"),
+    "gradient return": ("return_gradients", "return_late_gradients"),
+    "dense reduction": ("reduce",),
+    "commit": ("commit",),
+}
+"""Stages of the compute lane that wait for a channel's collectives, or do them."""
+WORK = tuple(name for name, stage in STAGES.items() if not stage.needs_ranks and name not in ("begin", "reduce", "commit"))
+"""Stages in which a rank waits for no other."""
+MOST_EXACT = 32
+"""Ranks up to which a rank is compared with the median of all others; with more of them, with the median of all."""
+LEAST_BYTES, LEAST_SHARE = 1e6, 0.1
+"""A link has a rate if it carried so many bytes, and this share of what the others carried."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates of the links between hosts, from the host of a row to the host of a column."""
+
+    hosts: list[str]
+    ranks: list[list[int]]
+    """Ranks on each host."""
+    mb_per_second: Array
+    """[hosts, hosts]; nan where too little was sent."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    num_ranks: int
+    num_steps: int
+    step_ms: float
+    """Of the slowest rank."""
+    late_ms: dict[str, Array]
+    """By channel: milliseconds a step by which each rank enters the collectives after the others."""
+    wait_ms: dict[str, Array]
+    """By channel: milliseconds a step in which the compute lane of each rank waits for the collectives, or does them."""
+    work_ms: dict[str, Array]
+    """By stage: milliseconds of a step of each rank."""
+    cpu_ms: dict[str, Array]
+    """By stage: those of them in which the lane's thread computed; only for stages that lanes do."""
+    owned_keys: Array
+    links: Links
+
+
+def measurements_of(records: Sequence[Mapping[str, Any]]) -> Measurements:
+    """Returns the measurements that a Recorder has gathered."""
+    stages = {stage: np.array([r["stages_ms"][stage] for r in records]) for stage in STAGES}
+    on_lanes = [stage for stage in WORK if all(stage in r["work_ms"] for r in records)]
+    lane_ms = {stage: np.array([r["work_ms"][stage] for r in records]) for stage in on_lanes}
+    num_steps, offsets = records[0]["num_steps"], clock_offsets([r["clock_ns"] for r in records])
+    return Measurements(
+        num_ranks=len(records),
+        num_steps=num_steps,
+        step_ms=max(r["step_ms"] for r in records),
+        late_ms={
+            name: lateness([r["collectives"][name] for r in records], offsets, num_steps)
+            for name in records[0]["collectives"]
+        },
+        wait_ms={name: np.sum([stages[stage] for stage in WAITS[name]], axis=0) for name in WAITS},
+        work_ms={stage: lane_ms[stage][:, 0] if stage in lane_ms else stages[stage] for stage in WORK},
+        cpu_ms={stage: times[:, 1] for stage, times in lane_ms.items()},
+        owned_keys=np.array([r["owned_keys"] for r in records]),
+        links=links_of([r["connections"] for r in records]),
+    )
+
+
+def others(values: Array) -> Array:
+    """Returns, for each rank, the median of the other ranks' values. Ranks are the first axis."""
+    num_ranks = len(values)
+    if num_ranks > MOST_EXACT:
+        return np.broadcast_to(np.median(values, axis=0), values.shape)
+    return np.stack([np.median(np.delete(values, rank, axis=0), axis=0) for rank in range(num_ranks)])
+
+
+def clock_offsets(clocks: Sequence[Sequence[tuple[int, int]]]) -> Array:
+    """Returns how far each rank's clock is ahead of rank 0's, in nanoseconds.
+
+    clocks: by rank, when it entered and left some exchanges. From one rank's entering to another's leaving it takes at
+    least the time of a message, which is about the same both ways; so their difference is twice the offset.
+    """
+    entered, left = (np.array([[stamp[i] for stamp in clock] for clock in clocks]) for i in (0, 1))
+    there = (left - entered[0]).min(axis=1)
+    back = (left[0] - entered).min(axis=1)
+    offsets: Array = (there - back) / 2
+    return offsets
+
+
+def lateness(stamps: Sequence[Mapping[str, Any]], offsets: Array, num_steps: int) -> Array:
+    """Returns milliseconds a step by which each rank enters a channel's collectives after the others: the median over
+    steps, above that of the other ranks."""
+    first = max(each["first"] for each in stamps)
+    end = min(each["first"] + len(each["entered_ns"]) for each in stamps)
+    if end - first < num_steps // 2:
+        return np.zeros(len(stamps))
+    entered = np.array([each["entered_ns"][first - each["first"] : end - each["first"]] for each in stamps])
+    entered_ms = (entered - offsets[:, None]) / 1e6
+    after = np.maximum(entered_ms - others(entered_ms), 0.0)
+    starts = np.linspace(0, end - first, min(num_steps, end - first), endpoint=False).astype(np.int64)
+    by_step = np.median(np.add.reduceat(after, starts, axis=1), axis=1)
+    late: Array = np.maximum(by_step - others(by_step), 0.0)
+    return late
+
+
+def links_of(connections: Sequence[Sequence[Mapping[str, Any]]]) -> Links:
+    """Returns the rates between hosts. A connection between two ranks is in the lists of both, its ends exchanged."""
+    rank_of = {(c["own"], c["peer"]): rank for rank, listed in enumerate(connections) for c in listed}
+    hosts: dict[str, set[int]] = {}
+    sent: dict[tuple[str, str], list[float]] = {}
+    for rank, listed in enumerate(connections):
+        for each in listed:
+            own, peer = (each[end].rpartition(":")[0] for end in ("own", "peer"))
+            if (each["peer"], each["own"]) in rank_of and own != peer:
+                hosts.setdefault(own, set()).add(rank)
+                total = sent.setdefault((own, peer), [0.0, 0.0])
+                total[0] += each["num_bytes"]
+                total[1] += each["busy_ms"]
+    names = sorted(hosts, key=lambda host: min(hosts[host]))
+    rates = np.full((len(names), len(names)), np.nan)
+    enough = max(LEAST_BYTES, LEAST_SHARE * float(np.median([total[0] for total in sent.values()] or [0.0])))
+    for (own, peer), (num_bytes, busy_ms) in sent.items():
+        if peer in hosts and num_bytes >= enough and busy_ms > 0:
+            rates[names.index(own), names.index(peer)] = num_bytes / busy_ms / 1e3
+    return Links(names, [sorted(hosts[name]) for name in names], rates)
