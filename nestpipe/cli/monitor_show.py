@@ -40,7 +40,7 @@ def show_measurements(measured: Measurements, console: Console) -> None:
     steps = f"medians over {measured.num_steps} steps of {measured.step_ms:.1f} ms"
     shown = f"the {MOST_RANKS} latest of {measured.num_ranks} ranks; " if measured.num_ranks > MOST_RANKS else ""
     console.print(f"{shown}{steps}", highlight=False)
-    if len(measured.links.hosts) > 1:
+    if not np.isnan(measured.links.mb_per_second).all():
         _show_links(measured, console)
 
 
@@ -48,9 +48,9 @@ def _show_links(measured: Measurements, console: Console) -> None:
     links = measured.links
     order = np.argsort(_means(links.mb_per_second), kind="stable")
     hosts = np.sort(order[:MOST_RANKS])
-    table = Table("MB/s from \\ to", *(links.hosts[host] for host in hosts))
+    table = Table("MB/s, measured after the training", *(f"to the host of rank {links.ranks[i]}" for i in hosts))
     for host in hosts:
-        table.add_row(links.hosts[host], *_texts(links.mb_per_second[host, hosts]))
+        table.add_row(f"from the host of rank {links.ranks[host]}", *_texts(links.mb_per_second[host, hosts]))
     console.print(table)
 
 

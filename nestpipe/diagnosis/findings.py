@@ -20,9 +20,13 @@ LEAST_MS = 1.0
 SLOW_STAGE = 1.3
 """A stage of a rank is slow if it takes this many times as long as on the others."""
 BROAD = 0.5
-"""Share of the other ranks' work, apart from the slowest stage, that must be slow, too, if the rank has less CPU."""
+"""Share of a rank's work apart from its slowest stage that must be slow, too, to show that it has less CPU."""
 MANY_KEYS = 1.4
 """Keys that a hot owner owns, relative to the others."""
+LEAST_UNEXPLAINED = 0.15
+"""Share of a step that a rank must cost to be named without a cause."""
+LEAST_COMPUTED = 0.5
+"""Share of the time that a stage takes longer in which its thread must compute, if it has more work to do."""
 LEAST_CAUSE = 0.4
 """Share of the time that a rank is late which its slowest stage must explain."""
 
@@ -62,7 +66,8 @@ def find(measured: Measurements) -> list[Finding]:
     links = [each for each in _links(measured) if each.cost_ms >= least and not explained & set(each.ranks)]
     found += links
     if not links:  # a slow link makes the ranks at its ends late
-        found += [_unexplained(each) for each in late if each.rank not in explained]
+        least = max(LEAST_MS, LEAST_UNEXPLAINED * measured.step_ms)
+        found += [_unexplained(each) for each in late if each.cost_ms >= least and each.rank not in explained]
     return sorted(found, key=lambda each: -each.cost_ms)
 
 
@@ -96,27 +101,23 @@ def _cause(measured: Measurements, late: _Late) -> Finding | None:
     worst = int(np.where(is_slow, excess, 0.0).argmax())
     if not is_slow[worst] or excess[is_slow].sum() < LEAST_CAUSE * late.late_ms:
         return None
-    stage = stages[worst]
-    rest = np.arange(len(stages)) != worst
-    if usual[rest & is_slow].sum() >= BROAD * usual[rest].sum():
-        return Finding("cpu", (rank,), late.cost_ms, f"{late}: {_slow_everywhere(stages, own, usual)}")
+    stage, rest = stages[worst], np.arange(len(stages)) != worst
+    is_broad = usual[rest & is_slow].sum() >= BROAD * usual[rest].sum()
+    computes = _computes(measured, rank, stage, float(excess[worst]))
     times = f"its {_named(stage)} is slow ({own[worst]:.1f} ms a step, {usual[worst]:.1f} on the others)"
-    if stage == "prefetch" and _waits(measured, rank, float(excess[worst])):
+    if stage == "prefetch" and not computes and not is_broad:
         why = "and does not compute meanwhile: it waits for its data, on a slow disk for example"
         return Finding("disk", (rank,), late.cost_ms, f"{late}: {times}, {why}")
+    if is_broad or not computes:
+        why = "and computes no longer" if not computes else "and so is most of its other work"
+        return Finding("cpu", (rank,), late.cost_ms, f"{late}: {times}, {why}: it has less CPU than the others")
     return Finding("stage", (rank,), late.cost_ms, f"{late}: {times}")
 
 
-def _slow_everywhere(stages: list[str], own: Array, usual: Array) -> str:
-    largest = [i for i in np.argsort(-own)[:3] if usual[i] > 0]
-    ratios = ", ".join(f"{_named(stages[i])} {own[i] / usual[i]:.1f}" for i in largest)
-    return f"all of its stages take longer ({ratios} times the others' time): it has less CPU than they have"
-
-
-def _waits(measured: Measurements, rank: int, excess_ms: float) -> bool:
-    """Returns whether the time that a rank's prefetch takes longer is time in which it does not compute."""
-    cpu_ms = measured.cpu_ms.get("prefetch")
-    return cpu_ms is not None and float(cpu_ms[rank] - others(cpu_ms)[rank]) < 0.5 * excess_ms
+def _computes(measured: Measurements, rank: int, stage: str, excess_ms: float) -> bool:
+    """Returns whether a rank needs more CPU time for a stage than the others, as far as that is known."""
+    cpu_ms = measured.cpu_ms.get(stage)
+    return cpu_ms is None or float(cpu_ms[rank] - others(cpu_ms)[rank]) >= LEAST_COMPUTED * excess_ms
 
 
 def _named(stage: str) -> str:

@@ -29,7 +29,7 @@ def slow_links(links: Links) -> list[SlowLink]:
 
     With two hosts there are two directions, and only one that is slower than the other can be known.
     """
-    if len(links.hosts) == 2:
+    if len(links.ranks) == 2:
         found = list(_slow_pairs(links))
     else:
         found = list(_slow_hosts(links)) or list(_slow_pairs(links))
@@ -39,15 +39,15 @@ def slow_links(links: Links) -> list[SlowLink]:
 def _slow_hosts(links: Links) -> Iterator[SlowLink]:
     """Yields hosts whose links to all others are slow, compared with links between other hosts."""
     rates = links.mb_per_second
-    for host, ranks in enumerate(links.ranks):
+    for host, rank in enumerate(links.ranks):
         usual = _median(np.delete(np.delete(rates, host, axis=0), host, axis=1))
         sent, received = _median(rates[host]), _median(rates[:, host])
         slow = [name for name, rate in (("out of", sent), ("into", received)) if rate < SLOW * usual]
         if len(slow) == 2:
-            yield SlowLink(f"the link of {_host(links, host)}", tuple(ranks), (sent + received) / 2, usual)
+            yield SlowLink(f"the link of {_host(links, host)}", (rank,), (sent + received) / 2, usual)
         elif slow:
             rate = sent if slow == ["out of"] else received
-            yield SlowLink(f"the link {slow[0]} {_host(links, host)}", tuple(ranks), rate, usual)
+            yield SlowLink(f"the link {slow[0]} {_host(links, host)}", (rank,), rate, usual)
 
 
 def _slow_pairs(links: Links) -> Iterator[SlowLink]:
@@ -58,13 +58,12 @@ def _slow_pairs(links: Links) -> Iterator[SlowLink]:
         usual = _median(rest)
         if rates[source, target] < SLOW * usual:
             name = f"the link from {_host(links, source)} to {_host(links, target)}"
-            ranks = (*links.ranks[source], *links.ranks[target])
+            ranks = links.ranks[source], links.ranks[target]
             yield SlowLink(name, ranks, float(rates[source, target]), usual)
 
 
 def _host(links: Links, host: int) -> str:
-    ranks = ", ".join(map(str, links.ranks[host]))
-    return f"{'rank' if len(links.ranks[host]) == 1 else 'ranks'} {ranks} ({links.hosts[host]})"
+    return f"the host of rank {links.ranks[host]} ({links.names[host]})"
 
 
 def _median(rates: Array) -> float:

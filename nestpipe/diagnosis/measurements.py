@@ -19,23 +19,27 @@ WAITS = {
     "commit": ("commit",),
 }
 """Stages of the compute lane that wait for a channel's collectives, or do them."""
-WORK = tuple(name for name, stage in STAGES.items() if not stage.needs_ranks and name not in ("begin", "reduce", "commit"))
+WORK = tuple(
+    name for name, stage in STAGES.items() if not stage.needs_ranks and name not in ("begin", "reduce", "commit")
+)
 """Stages in which a rank waits for no other."""
 MOST_EXACT = 32
 """Ranks up to which a rank is compared with the median of all others; with more of them, with the median of all."""
-LEAST_BYTES, LEAST_SHARE = 1e6, 0.1
-"""A link has a rate if it carried so many bytes, and this share of what the others carried."""
+NUM_DEVIATIONS = 3.0
+"""How sure it must be that a rank is late: the median over n steps is above their quantile 1/2 - NUM_DEVIATIONS / (2
+sqrt(n)) with the probability that a normal number is less than so many deviations above its mean."""
 
 
 @dataclass(frozen=True)
 class Links:
     """Rates of the links between hosts, from the host of a row to the host of a column."""
 
-    hosts: list[str]
-    ranks: list[list[int]]
-    """Ranks on each host."""
+    names: list[str]
+    """Names of the hosts; several ranks may be on hosts of one name, as in containers."""
+    ranks: list[int]
+    """A rank of each host, which has measured its links."""
     mb_per_second: Array
-    """[hosts, hosts]; nan where too little was sent."""
+    """[hosts, hosts]; nan where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Measurements:
     step_ms: float
     """Of the slowest rank."""
     late_ms: dict[str, Array]
-    """By channel: milliseconds a step by which each rank enters the collectives after the others."""
+    """By channel: milliseconds by which each rank enters the collectives of a step after the others, at least."""
     wait_ms: dict[str, Array]
     """By channel: milliseconds a step in which the compute lane of each rank waits for the collectives, or does them."""
     work_ms: dict[str, Array]
@@ -74,7 +78,7 @@ def measurements_of(records: Sequence[Mapping[str, Any]]) -> Measurements:
         work_ms={stage: lane_ms[stage][:, 0] if stage in lane_ms else stages[stage] for stage in WORK},
         cpu_ms={stage: times[:, 1] for stage, times in lane_ms.items()},
         owned_keys=np.array([r["owned_keys"] for r in records]),
-        links=links_of([r["connections"] for r in records]),
+        links=links_of([r["links"] for r in records], offsets),
     )
 
 
@@ -100,8 +104,11 @@ def clock_offsets(clocks: Sequence[Sequence[tuple[int, int]]]) -> Array:
 
 
 def lateness(stamps: Sequence[Mapping[str, Any]], offsets: Array, num_steps: int) -> Array:
-    """Returns milliseconds a step by which each rank enters a channel's collectives after the others: the median over
-    steps, above that of the other ranks."""
+    """Returns milliseconds by which each rank enters the collectives of a step after the others.
+
+    It is not the median over steps, but a bound that the median is above with near certainty: other work on a machine
+    delays ranks in turns, by as much as a slow rank is late.
+    """
     first = max(each["first"] for each in stamps)
     end = min(each["first"] + len(each["entered_ns"]) for each in stamps)
     if end - first < num_steps // 2:
@@ -110,28 +117,21 @@ def lateness(stamps: Sequence[Mapping[str, Any]], offsets: Array, num_steps: int
     entered_ms = (entered - offsets[:, None]) / 1e6
     after = np.maximum(entered_ms - others(entered_ms), 0.0)
     starts = np.linspace(0, end - first, min(num_steps, end - first), endpoint=False).astype(np.int64)
-    by_step = np.median(np.add.reduceat(after, starts, axis=1), axis=1)
-    late: Array = np.maximum(by_step - others(by_step), 0.0)
+    by_step = np.add.reduceat(after, starts, axis=1)
+    quantile = max(0.0, 0.5 - NUM_DEVIATIONS / (2 * np.sqrt(by_step.shape[1])))
+    late: Array = np.maximum(np.quantile(by_step - others(by_step), quantile, axis=1), 0.0)
     return late
 
 
-def links_of(connections: Sequence[Sequence[Mapping[str, Any]]]) -> Links:
-    """Returns the rates between hosts. A connection between two ranks is in the lists of both, its ends exchanged."""
-    rank_of = {(c["own"], c["peer"]): rank for rank, listed in enumerate(connections) for c in listed}
-    hosts: dict[str, set[int]] = {}
-    sent: dict[tuple[str, str], list[float]] = {}
-    for rank, listed in enumerate(connections):
-        for each in listed:
-            own, peer = (each[end].rpartition(":")[0] for end in ("own", "peer"))
-            if (each["peer"], each["own"]) in rank_of and own != peer:
-                hosts.setdefault(own, set()).add(rank)
-                total = sent.setdefault((own, peer), [0.0, 0.0])
-                total[0] += each["num_bytes"]
-                total[1] += each["busy_ms"]
-    names = sorted(hosts, key=lambda host: min(hosts[host]))
-    rates = np.full((len(names), len(names)), np.nan)
-    enough = max(LEAST_BYTES, LEAST_SHARE * float(np.median([total[0] for total in sent.values()] or [0.0])))
-    for (own, peer), (num_bytes, busy_ms) in sent.items():
-        if peer in hosts and num_bytes >= enough and busy_ms > 0:
-            rates[names.index(own), names.index(peer)] = num_bytes / busy_ms / 1e3
-    return Links(names, [sorted(hosts[name]) for name in names], rates)
+def links_of(probes: Sequence[Mapping[str, Any]], offsets: Array) -> Links:
+    """Returns the rates between hosts: each is that of its fastest message, from when both ranks had entered the
+    exchange until the receiver left it."""
+    ranks: list[int] = probes[0]["senders"]
+    rates = np.full((len(ranks), len(ranks)), np.nan)
+    for place, receiver in enumerate(ranks):
+        for i, (source, num_bytes, entered, left) in enumerate(probes[receiver]["messages"]):
+            began = max(entered - offsets[receiver], probes[source]["messages"][i][2] - offsets[source])
+            rate = num_bytes / max(left - offsets[receiver] - began, 1.0) * 1e3
+            known = rates[ranks.index(source), place]
+            rates[ranks.index(source), place] = rate if np.isnan(known) else max(rate, known)
+    return Links([probes[rank]["host"] for rank in ranks], ranks, rates)

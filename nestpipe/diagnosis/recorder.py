@@ -3,14 +3,13 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
 import torch
 
+from nestpipe.diagnosis.probe import probe_links
 from nestpipe.distributed import Channel, World
-from nestpipe.distributed.connections import Connection, connections
 from nestpipe.pipelining.stage import STAGES
 from nestpipe.pipelining.stage_work import StageWork
 from nestpipe.pipelining.step_times import StepLog, StepTimes
@@ -27,23 +26,13 @@ NUM_CLOCK_ROUNDS = 15
 """Exchanges that compare the ranks' clocks."""
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What had been counted when the training began."""
-
-    collectives: dict[str, int]
-    connections: dict[tuple[str, str], Connection]
-
-
 class Recorder:
     """Made before the training; `gather` comes after it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._start = _Start(
-            {channel.name: channel.stamps.count for channel in world.step_channels},
-            {(each.own, each.peer): each for each in connections()},
-        )
+        self._before = {channel.name: channel.stamps.count for channel in world.step_channels}
+        """Collectives of each channel before the training."""
 
     def gather(self, times: Sequence[StepTimes], work: StageWork) -> list[RankRecord]:
         """Returns the measurements of all ranks, on rank 0; on the others an empty list, as after a short run.
@@ -59,7 +48,6 @@ class Recorder:
         return _gathered(record, self._world)
 
     def _record(self, steps: list[StepTimes], num_steps: int, work: StageWork) -> RankRecord:
-        clock = _compare_clocks(self._world)
         return {
             "rank": self._world.rank,
             "num_steps": len(steps),
@@ -67,27 +55,18 @@ class Recorder:
             "stages_ms": {stage: median(step.stages[stage] for step in steps) for stage in STAGES},
             "work_ms": work.medians(len(steps)),
             "owned_keys": mean(step.sizes["owned_keys_per_step"] for step in steps),
-            "clock_ns": clock,
             "collectives": {
                 channel.name: self._stamps_of(channel, len(steps), num_steps) for channel in self._world.step_channels
             },
-            "connections": [vars(each) for each in self._connections()],
+            "clock_ns": _compare_clocks(self._world),
+            "links": probe_links(self._world),
         }
 
     def _stamps_of(self, channel: Channel, num_recorded: int, num_steps: int) -> dict[str, Any]:
         """Returns the stamps of the last steps. Every step has equally many collectives of a channel, or nearly."""
-        since = channel.stamps.count - self._start.collectives[channel.name]
+        since = channel.stamps.count - self._before[channel.name]
         first, stamps = channel.stamps.last(round(since / num_steps * num_recorded))
         return {"first": first, "entered_ns": [s[0] for s in stamps], "left_ns": [s[1] for s in stamps]}
-
-    def _connections(self) -> list[Connection]:
-        """Returns the connections with what was sent since the start."""
-        found = []
-        for now in connections():
-            before = self._start.connections.get((now.own, now.peer), Connection("", "", 0, 0.0))
-            sent = Connection(now.own, now.peer, now.num_bytes - before.num_bytes, now.busy_ms - before.busy_ms)
-            found += [sent] if sent.num_bytes > 0 else []
-        return found
 
 
 def _compare_clocks(world: World) -> list[tuple[int, int]]:

@@ -45,11 +45,11 @@ class Sockets:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._before = open_sockets()
+        self._before = _open_sockets()
         self._own: set[tuple[int, int]] | None = None
 
     def settle(self) -> None:
-        self._own = open_sockets() - self._before
+        self._own = _open_sockets() - self._before
 
     def shut_down(self) -> None:
         """Shuts the sockets down: threads that wait for one get an error at once, other ranks see closed connections.
@@ -59,7 +59,7 @@ class Sockets:
         """
         if os.getpid() != self._process:
             return  # a fork shares its parent's sockets, and must not close them
-        for descriptor, inode in self._own if self._own is not None else open_sockets() - self._before:
+        for descriptor, inode in self._own if self._own is not None else _open_sockets() - self._before:
             try:
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -69,7 +69,7 @@ class Sockets:
                 continue
 
 
-def open_sockets() -> set[tuple[int, int]]:
+def _open_sockets() -> set[tuple[int, int]]:
     """Returns descriptors with inode numbers, which tell a socket from a later one with the same descriptor."""
     sockets = set()
     for entry in _FOLDER.iterdir():

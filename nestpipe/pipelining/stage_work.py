@@ -1,5 +1,6 @@
-"""Work on stages: how long each of the last operations that lanes did has taken."""
+"""Work on stages: how long each of the last operations has taken, and how much of that was CPU time."""
 
+import time
 from collections import deque
 from statistics import median
 
@@ -8,14 +9,20 @@ NUM_KEPT = 8192
 
 
 class StageWork:
-    """A ring of operations, with the time that each took on its lane and how much of that its thread computed."""
+    """A ring of operations: those of lanes, and on a CPU those of the dense part."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[str, int, float, float]] = deque(maxlen=NUM_KEPT)
 
-    def add(self, stage: str, batch: int, cpu_seconds: float, seconds: float) -> None:
-        """Adds an operation. Lanes call it at the same time."""
-        self._kept.append((stage, batch, cpu_seconds, seconds))
+    def begin(self) -> tuple[float, float]:
+        """Returns the CPU time of this thread, and the time, for `end`."""
+        return time.thread_time(), time.perf_counter()
+
+    def end(self, stage: str, batch: int, began: tuple[float, float]) -> tuple[float, float]:
+        """Adds an operation, and returns its seconds of CPU time and of time. Several threads may call it at once."""
+        seconds = time.thread_time() - began[0], time.perf_counter() - began[1]
+        self._kept.append((stage, batch, *seconds))
+        return seconds
 
     def medians(self, num_batches: int) -> dict[str, tuple[float, float]]:
         """Returns milliseconds of a batch by stage, waits inside the stage included, and those of CPU time among them.

@@ -124,14 +124,14 @@ class Trace:
     ) -> None:
         """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit.
 
-        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only. work: takes up the work of lanes.
+        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only. work: takes up the work on operations.
         """
         self.steps = steps if steps is not None else StepLog()
         """Steps that were applied."""
         self.spans = spans
         """Spans of all lanes; None if they are not kept."""
         self.work = work if work is not None else StageWork()
-        """Work on the last operations that the executor gave to lanes."""
+        """Work on the last operations of lanes, and on a CPU of the dense part."""
         self._traced_batches = traced_batches
         self._ranges = ranges_on(device, nvtx)
         self.current = StepTimes(-1)

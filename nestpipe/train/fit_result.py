@@ -25,7 +25,7 @@ class FitResult:
     times: list[StepTimes] = field(default_factory=StepLog)
     """Times of the last 1,000 steps on this rank; `times.older` has the totals of earlier steps."""
     work: StageWork = field(default_factory=StageWork)
-    """Work of this rank's lanes on their last operations."""
+    """Work of this rank on its last operations."""
     spans: list[Span] | None = None
     """Spans of all lanes; pass a list to collect them."""
     traced_steps: range | None = None

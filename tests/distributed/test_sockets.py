@@ -8,17 +8,17 @@ import time
 import pytest
 
 from nestpipe import World
-from nestpipe.distributed.sockets import Sockets, check_open_files, open_sockets
+from nestpipe.distributed.sockets import Sockets, _open_sockets, check_open_files
 from nestpipe.distributed.world import NUM_GROUPS
 from tests.ranks import _CONTEXT, run_ranks
 
 
 def num_connections(world: World, shared_memory: bool) -> int:
     """Counts the connections of a world to other ranks, without those to the store and to the test."""
-    before = set(open_sockets())
+    before = set(_open_sockets())
     world = World(world.rank, world.size, shared_memory=shared_memory)
     port, num = int(os.environ["MASTER_PORT"]), 0
-    for descriptor, _ in set(open_sockets()) - before:
+    for descriptor, _ in set(_open_sockets()) - before:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             try:
                 ends = connection.getsockname(), connection.getpeername()
