@@ -27,13 +27,14 @@ ALLOWED = {
     "evaluation": {"checkpoint", "train", "embedding", "store", "data", "distributed"},
     "recipe": {
         *("evaluation", "train", "checkpoint", "models", "pipelining", "embedding", "store", "device", "datasets"),
-        *("data", "distributed"),
+        *("data", "diagnosis", "distributed"),
     },
+    "diagnosis": {"pipelining", "distributed"},
     "report": set(),
     "simulator": {"recipe", "report", "pipelining", "embedding"},
     "cli": {
         *("bench", "simulator", "recipe", "report", "train", "checkpoint", "pipelining", "datasets", "data"),
-        *("distributed", "store"),
+        *("diagnosis", "distributed", "store"),
     },
     "bench": {
         *(
@@ -48,7 +49,7 @@ ALLOWED = {
             "embedding",
             "datasets",
         ),
-        *("data", "device", "distributed", "store"),
+        *("data", "device", "diagnosis", "distributed", "store"),
     },
     "": {"data", "distributed", "embedding", "evaluation", "pipelining", "store", "train", "cli"},
 }

@@ -1,5 +1,6 @@
-"""Names what makes a run slow: a rank, one of its stages, or a link. Nothing is named that costs less than a twentieth of
-a step, or that all ranks share.
+"""Names what makes a run slow: a rank, one of its stages, or a link.
+
+Nothing is named that costs less than a twentieth of a step, or that all ranks share.
 
 A rank is slow if it enters the collectives of some channel after the others, and they wait for it. Then the stages in
 which ranks wait for no other show why. A rank that owns more keys than the others is a cause of its own, since its
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nestpipe.diagnosis.links import SlowLink, slow_links
-from nestpipe.diagnosis.measurements import Array, Measurements, others
+from nestpipe.diagnosis.measurements import Measurements, others
 
 LEAST_SHARE = 0.05
 """Share of a step that something must cost to be named."""

@@ -29,10 +29,8 @@ def slow_links(links: Links) -> list[SlowLink]:
 
     With two hosts there are two directions, and only one that is slower than the other can be known.
     """
-    if len(links.ranks) == 2:
-        found = list(_slow_pairs(links))
-    else:
-        found = list(_slow_hosts(links)) or list(_slow_pairs(links))
+    hosts = [] if len(links.ranks) == 2 else list(_slow_hosts(links))
+    found = hosts or list(_slow_pairs(links))
     return sorted(found, key=lambda link: link.ratio)[:1]
 
 

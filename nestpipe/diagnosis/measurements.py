@@ -19,9 +19,9 @@ WAITS = {
     "commit": ("commit",),
 }
 """Stages of the compute lane that wait for a channel's collectives, or do them."""
-WORK = tuple(
-    name for name, stage in STAGES.items() if not stage.needs_ranks and name not in ("begin", "reduce", "commit")
-)
+AGREEING = ("begin", "reduce", "commit")
+"""Stages of the compute lane whose time is that of other stages, or of other ranks."""
+WORK = tuple(name for name, stage in STAGES.items() if not stage.needs_ranks and name not in AGREEING)
 """Stages in which a rank waits for no other."""
 MOST_EXACT = 32
 """Ranks up to which a rank is compared with the median of all others; with more of them, with the median of all."""
@@ -51,7 +51,7 @@ class Measurements:
     late_ms: dict[str, Array]
     """By channel: milliseconds by which each rank enters the collectives of a step after the others, at least."""
     wait_ms: dict[str, Array]
-    """By channel: milliseconds a step in which the compute lane of each rank waits for the collectives, or does them."""
+    """By channel: milliseconds a step in which each rank's compute lane waits for the collectives, or does them."""
     work_ms: dict[str, Array]
     """By stage: milliseconds of a step of each rank."""
     cpu_ms: dict[str, Array]

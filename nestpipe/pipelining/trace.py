@@ -124,7 +124,7 @@ class Trace:
     ) -> None:
         """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit.
 
-        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only. work: takes up the work on operations.
+        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only. work: gets the work on operations.
         """
         self.steps = steps if steps is not None else StepLog()
         """Steps that were applied."""

@@ -19,7 +19,7 @@ TURN_SECONDS = 0.004
 """A rank with half the CPU is stopped for about so long, as often as it has run or waited for a core for so long."""
 POLL_SECONDS = 0.002
 NICENESS = 4
-"""Half of the weight of niceness 0, or a little less."""
+"""What is added to the niceness of a rank to give it less than half of its weight."""
 
 
 @contextmanager
@@ -54,14 +54,15 @@ def _half_the_cpu(process: int) -> Iterator[None]:
                 active = _active_seconds(process)
 
     thread = Thread(target=take_turns, name="half the CPU")
-    _set_niceness(process, NICENESS)  # on a busy machine, a process that was stopped comes before others
+    niceness = os.getpriority(os.PRIO_PROCESS, process)
+    _set_niceness(process, niceness + NICENESS)  # on a busy machine, a process that was stopped comes before others
     thread.start()
     try:
         yield
     finally:
         has_ended.set()
         thread.join()
-        _set_niceness(process, 0)
+        _set_niceness(process, niceness)
 
 
 def _set_niceness(process: int, niceness: int) -> None:

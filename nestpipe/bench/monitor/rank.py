@@ -1,5 +1,7 @@
-"""One rank of `bench monitor`, on its own host. It trains a run for each fault. Rank 0 prints a line of JSON before each
-run, when all ranks are ready for it, and one after it."""
+"""One rank of `bench monitor`, on its own host. It trains a run for each fault.
+
+Rank 0 prints a line of JSON before each run, when all ranks are ready for it, and one after it.
+"""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""`bench monitor`: runs in which a rank, its disk, its link or its keys were made slow, and what `nestpipe monitor` names.
+"""`bench monitor`: runs in which a rank, its disk, link or keys are made slow, and what `nestpipe monitor` names.
 
 This module makes three hosts, a rank on each, and injects the faults. The ranks run monitor/rank.py.
 """

@@ -86,7 +86,8 @@ def _keys_of(owner: int, num_ranks: int) -> NDArray[np.int64]:
     """Returns keys that this rank owns."""
     keys = torch.arange(NUM_KEYS)
     buckets = hash_keys(FEATURE, keys).numpy().view(np.uint64) >> np.uint64(48)
-    return keys.numpy()[buckets.astype(np.int64) * num_ranks // NUM_BUCKETS == owner]
+    owned: NDArray[np.int64] = keys.numpy()[buckets.astype(np.int64) * num_ranks // NUM_BUCKETS == owner]
+    return owned
 
 
 class PacedDLRM(DLRM):
