@@ -51,7 +51,7 @@ class _Late:
     cost_ms: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank} enters the {self.channel} {self.late_ms:.1f} ms after the others"
+        return f"rank {self.rank} enters the {self.channel} at least {self.late_ms:.1f} ms after the others"
 
 
 def find(measured: Measurements) -> list[Finding]:

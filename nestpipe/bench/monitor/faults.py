@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from threading import Event, Thread
@@ -18,8 +18,6 @@ RATE, HALF_RATE, BURST_BYTES = "200mbit", "100mbit", 32768
 TURN_SECONDS = 0.004
 """A rank with half the CPU is stopped for about so long, as often as it has run or waited for a core for so long."""
 POLL_SECONDS = 0.002
-NICENESS = 4
-"""What is added to the niceness of a rank to give it less than half of its weight."""
 
 
 @contextmanager
@@ -54,22 +52,12 @@ def _half_the_cpu(process: int) -> Iterator[None]:
                 active = _active_seconds(process)
 
     thread = Thread(target=take_turns, name="half the CPU")
-    niceness = os.getpriority(os.PRIO_PROCESS, process)
-    _set_niceness(process, niceness + NICENESS)  # on a busy machine, a process that was stopped comes before others
     thread.start()
     try:
         yield
     finally:
         has_ended.set()
         thread.join()
-        _set_niceness(process, niceness)
-
-
-def _set_niceness(process: int, niceness: int) -> None:
-    """Sets the niceness of all threads; those that they start inherit it."""
-    for task in Path(f"/proc/{process}/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.setpriority(os.PRIO_PROCESS, int(task.name), niceness)
 
 
 def _active_seconds(process: int) -> float:
