@@ -26,6 +26,8 @@ MANY_KEYS = 1.4
 """Keys that a hot owner owns, relative to the others."""
 LEAST_UNEXPLAINED = 0.15
 """Share of a step that a rank must cost to be named without a cause."""
+STANDS_OUT = 2.0
+"""A disk is slow, and not the whole rank, if prefetch takes this many times as much longer as the other stages do."""
 LEAST_COMPUTED = 0.5
 """Share of the time that a stage takes longer in which its thread must compute, if it has more work to do."""
 LEAST_CAUSE = 0.4
@@ -106,7 +108,8 @@ def _cause(measured: Measurements, late: _Late) -> Finding | None:
     is_broad = usual[rest & is_slow].sum() >= BROAD * usual[rest].sum()
     computes = _computes(measured, rank, stage, float(excess[worst]))
     times = f"its {_named(stage)} is slow ({own[worst]:.1f} ms a step, {usual[worst]:.1f} on the others)"
-    if stage == "prefetch" and not computes and not is_broad:
+    stands_out = own[worst] * usual[rest].sum() >= STANDS_OUT * usual[worst] * own[rest].sum()
+    if stage == "prefetch" and not computes and (stands_out or not is_broad):
         why = "and does not compute meanwhile: it waits for its data, on a slow disk for example"
         return Finding("disk", (rank,), late.cost_ms, f"{late}: {times}, {why}")
     if is_broad or not computes:

@@ -74,6 +74,12 @@ def test_a_slow_disk_is_named() -> None:
     assert [(each.kind, each.ranks) for each in found] == [("disk", (2,))]
 
 
+def test_a_slow_disk_on_a_busy_host() -> None:
+    """Its other stages are slow, too, but far less. Fails if STANDS_OUT is 10."""
+    found = find(late("route", 180.0, {"prefetch": 200.0, "dense": 56.0, "retrieve": 14.0, "update": 7.0}, {}))
+    assert [(each.kind, each.ranks) for each in found] == [("disk", (2,))]
+
+
 def test_prefetch_that_computes_is_no_disk() -> None:
     found = find(late("route", 60.0, {"prefetch": 90.0}, {"prefetch": 78.0}))
     assert [each.kind for each in found] == ["stage"]
