@@ -93,6 +93,7 @@ bench: install native ## run every benchmark and check its targets; needs an idl
 	$(MAKE) picture
 	$(BIN)/nestpipe bench simulate --json benchmarks/results/simulate.json --check
 	$(BIN)/nestpipe bench planner --json benchmarks/results/planner.json --check
+	$(BIN)/nestpipe bench monitor --json benchmarks/results/monitor.json --check
 	$(BIN)/nestpipe bench exchange --json benchmarks/results/exchange-link.json --check
 	$(BIN)/nestpipe bench exchange --part quality --json benchmarks/results/exchange-quality.json --check
 	$(BIN)/nestpipe bench paper --json benchmarks/results/paper.json --report docs --check

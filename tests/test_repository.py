@@ -39,8 +39,9 @@ ALLOWED = {
             "device",
             "datasets",
         ),
-        *("data", "distributed"),
+        *("data", "diagnosis", "distributed"),
     },
+    "diagnosis": {"pipelining", "distributed"},
     "report": set(),
     "simulator": {"recipe", "report", "prediction", "pipelining", "embedding"},
     "cli": {
@@ -56,7 +57,7 @@ ALLOWED = {
             "datasets",
             "data",
         ),
-        *("distributed", "store"),
+        *("diagnosis", "distributed", "store"),
     },
     "bench": {
         *(
@@ -72,7 +73,7 @@ ALLOWED = {
             "embedding",
             "datasets",
         ),
-        *("data", "device", "distributed", "store"),
+        *("data", "device", "diagnosis", "distributed", "store"),
     },
     "": {"data", "distributed", "embedding", "evaluation", "pipelining", "store", "train", "cli"},
 }

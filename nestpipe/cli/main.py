@@ -10,6 +10,7 @@ from nestpipe.cli.checkpoint import app as checkpoint_app
 from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.list import list_entries
+from nestpipe.cli.monitor import monitor
 from nestpipe.cli.report import report
 from nestpipe.cli.simulate import simulate
 from nestpipe.cli.train import train
@@ -23,6 +24,7 @@ app.command()(train)
 app.command()(evaluate)
 app.command(name="list")(list_entries)
 app.command()(report)
+app.command()(monitor)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")

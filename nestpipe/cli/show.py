@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nestpipe.cli.monitor_show import show_slow
 from nestpipe.recipe.run import Summary
 from nestpipe.recipe.summary import TIME_FIELDS
 from nestpipe.report.metric_names import metric_names
@@ -81,6 +82,7 @@ def _show_time(summary: Summary, console: Console) -> None:
         rows.append((MEANINGS[field], f"{summary[field]:.2f}", f"{low:.2f} .. {high:.2f}", f"{share:.1%}"))
     rows.append(("step (slowest rank)", f"{step:.2f}", "", f"{summary['samples_per_second']:,.0f} samples/s"))
     console.print(_table(None, ("step time", "ms", "min .. max over ranks", "share"), rows))
+    show_slow(summary["slow"], console)
 
 
 def _show_memory(summary: Summary, console: Console) -> None:

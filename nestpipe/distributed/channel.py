@@ -1,6 +1,7 @@
 """A channel: collectives for one purpose, on their own communicator."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
@@ -13,6 +14,7 @@ from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for, wit
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
 from nestpipe.distributed.monitor import POLL_SECONDS
+from nestpipe.distributed.stamps import Stamps
 from nestpipe.distributed.transport import Transfer, Transport
 from nestpipe.distributed.watch import LostConnectionError, RankError, Watch, describe
 
@@ -47,6 +49,8 @@ class Channel:
         """Way of host memory; None in a world of one, or if the channel carries device memory only."""
         self.device_group = device_group
         """Group that carries device memory directly; None if everything goes through host memory."""
+        self.stamps = Stamps()
+        """When this rank entered and left the last collectives of host memory."""
         self._lane = lane or Lane(name)
         self._streams = streams or Streams(torch.device("cpu"))
         self._num_agreed = 0
@@ -80,13 +84,14 @@ class Channel:
             self._issue(lambda: dist.all_to_all_single(received, message, *sizes, group=group), message, received)
             meanwhile()  # enqueued behind the collective
         else:
+            entered = time.perf_counter_ns()
             transfer = self._host_transport.begin_all_to_all(message, send_bytes, received, receive_bytes)
             try:
                 meanwhile()
             except Exception:
-                self._complete(transfer)  # the other ranks wait for it
+                self._complete(transfer, entered)  # the other ranks wait for it
                 raise
-            self._complete(transfer)
+            self._complete(transfer, entered)
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r. Row r of the result comes from rank r."""
@@ -166,7 +171,8 @@ class Channel:
         """Runs a collective of host memory, after the one that the lane was handed before."""
 
         def run() -> None:
-            self._complete(begin())
+            entered = time.perf_counter_ns()
+            self._complete(begin(), entered)
 
         is_free = self._handed_over is None or self._handed_over.done()
         if isinstance(threading.current_thread(), LaneThread) or (is_free and not self._host_transport.blocks):
@@ -174,8 +180,8 @@ class Channel:
         else:
             self.watch.wait(self._lane.submit(run), self.name)
 
-    def _complete(self, transfer: Transfer) -> None:
-        """Waits for a collective of host memory."""
+    def _complete(self, transfer: Transfer, entered_ns: int) -> None:
+        """Waits for a collective of host memory that this rank entered at that time."""
 
         def complete() -> None:
             while not transfer.advance(POLL_SECONDS):
@@ -187,6 +193,7 @@ class Channel:
             self.watch.wait(self._lane.submit(complete), self.name)
         else:
             self.watch.wait_until(transfer.advance, self.name)
+        self.stamps.add(entered_ns, time.perf_counter_ns())
 
     @property
     def _host_transport(self) -> Transport:

@@ -157,6 +157,11 @@ class World:
         known = _environment_world() if _environment_world is not None else None
         return known if known is not None else World.from_environment()
 
+    @property
+    def step_channels(self) -> tuple[Channel, ...]:
+        """Returns the channels of the collectives that every step has."""
+        return self.route, self.rows, self.gradients, self.dense, self.commit
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Marks long work of one rank, for messages. The other ranks wait for it in any case."""
@@ -197,8 +202,7 @@ class World:
         if _environment_world is not None and _environment_world() is self:
             _environment_world = None
         if self.watch.failure is None:
-            channels = self.route, self.rows, self.gradients, self.dense, self.evaluate, self.control, self.commit
-            for channel in channels:
+            for channel in (*self.step_channels, self.evaluate, self.control):
                 channel.close()
             if dist.is_initialized():
                 lane = Lane("end")

@@ -1,6 +1,5 @@
 """Plays a schedule: operations of the compute lane run in the caller's thread, the others on their own lanes."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from itertools import groupby
@@ -185,11 +184,11 @@ class Executor:
             raise self._failed[op.lane]
 
     def _act(self, op: Op, is_inline: bool) -> None:
-        work, began = time.thread_time(), time.perf_counter()
+        began = self._trace.work.begin()
         with self._watch.doing(op.stage, STAGES[op.stage].needs_ranks):
             self._actions[op.stage](op)
+        seconds = self._trace.work.end(op.stage, op.batch, began)
         if self._light is not None:
-            seconds = time.thread_time() - work, time.perf_counter() - began
             self._light.record(op.stage, *seconds, is_inline=is_inline)
 
     def _thread_of(self, op: Op) -> str:

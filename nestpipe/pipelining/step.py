@@ -73,6 +73,7 @@ class Step:
             with self.trace.host_span("other"):  # handing work to lanes
                 op = executor.play_until("dense")
             executor.wait(op)
+            began = self.trace.work.begin()
             with self.trace.passing_span("dense", i):
                 rows = self._pipeline.stages.rows(self.state, i)
                 if num > 0:
@@ -80,6 +81,8 @@ class Step:
                 self._pipeline.stages.collect_gradients(self.state, i, rows)
                 self._handed_over += map(weakref.ref, rows)
                 del rows
+            if not self._pipeline.world.runs_ahead:  # there, this thread only launches
+                self.trace.work.end("dense", op.batch, began)
             self._num_done += 1
             executor.step_over()
         op = executor.play_until("reduce")

@@ -24,6 +24,7 @@ from nestpipe.device.ranges import ranges_on
 from nestpipe.device.streams import with_streams
 from nestpipe.pipelining.schedule import Op
 from nestpipe.pipelining.stage import BUSY, COMPUTE, STAGES
+from nestpipe.pipelining.stage_work import StageWork
 from nestpipe.pipelining.step_times import StepLog, StepTimes
 
 
@@ -119,15 +120,18 @@ class Trace:
         device: torch.device | None = None,
         traced_batches: range | None = None,
         nvtx: bool = False,
+        work: StageWork | None = None,
     ) -> None:
         """traced_batches: batches whose spans are kept; None keeps all, in memory that grows without limit.
 
-        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only.
+        nvtx: whether spans are also ranges of NVTX, for a profiler; on CUDA only. work: gets the work on operations.
         """
         self.steps = steps if steps is not None else StepLog()
         """Steps that were applied."""
         self.spans = spans
         """Spans of all lanes; None if they are not kept."""
+        self.work = work if work is not None else StageWork()
+        """Work on the last operations of lanes, and on a CPU of the dense part."""
         self._traced_batches = traced_batches
         self._ranges = ranges_on(device, nvtx)
         self.current = StepTimes(-1)

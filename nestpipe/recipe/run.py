@@ -12,6 +12,7 @@ from nestpipe.checkpoint import CheckpointError
 from nestpipe.data.dataset import Dataset, FirstSamples
 from nestpipe.data.files.parquet import ParquetData, Skipped
 from nestpipe.data.files.user_histories import UserHistories
+from nestpipe.diagnosis.recorder import Recorder
 from nestpipe.distributed import World
 from nestpipe.evaluation.evaluate import evaluate
 from nestpipe.evaluation.validation import Validation
@@ -23,6 +24,7 @@ from nestpipe.recipe.flops import model_flops
 from nestpipe.recipe.micro_batches import set_micro_batches, splitting
 from nestpipe.recipe.resume import open_folders
 from nestpipe.recipe.run_log import TRACE, RunLog
+from nestpipe.recipe.slow import find_slow
 from nestpipe.recipe.summary import device_memory, environment, summarise, table_memory
 from nestpipe.recipe.text import to_toml
 from nestpipe.recipe.trace_file import write_trace
@@ -70,11 +72,13 @@ def run(
         if world.rank == 0:
             log.begin(trainer.num_steps)
             after_step = _both(log.after_step, after_step)
+        recorder = Recorder(world)
         _train(config, this_run, after_step, result, validation, log)
     finally:
         trainer.saver.close()
     was_complete = trainer.num_steps == result.num_steps_before
     times = summarise(result.times, world)
+    slow = find_slow(recorder, result, world, log)
     if trace_path is not None and result.spans is not None and not (was_complete and trace_path.exists()):
         about = {name: times.fields[name] for name in ("resident_rows", "resident_bytes", "hit_rate")}
         about["has_issuer"] = float(world.issuer is not None)
@@ -93,6 +97,7 @@ def run(
         **times.fields,
         **model_flops(result, times.fields, trainer),
         "spread": times.spread,
+        "slow": slow,
         "metrics": {} if result.is_stop_requested else _last_metrics(config, this_run, result),
         "split": this_run.source.split,
         "published": _published(config),

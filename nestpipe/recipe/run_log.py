@@ -2,11 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from nestpipe.diagnosis.recorder import RankRecord
+from nestpipe.diagnosis.run_file import write_records
 from nestpipe.pipelining.stage import STAGES
 from nestpipe.pipelining.step_times import StepLog, StepTimes
 from nestpipe.recipe.config import LoggingSection
@@ -80,6 +82,12 @@ class RunLog:
         if self.folder is not None and (has_trained or not (self.folder / SUMMARY).exists()):
             with self._tolerant():
                 (self.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+    def write_measurements(self, records: Sequence[RankRecord]) -> None:
+        """Writes what all ranks measured, for `nestpipe monitor`."""
+        if self.folder is not None:
+            with self._tolerant():
+                write_records(records, self.folder)
 
     def _write(self, step: int, numbers: dict[str, float]) -> None:
         with self._tolerant():

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from nestpipe.embedding.budget import DeviceBudget, DeviceBytes
+from nestpipe.pipelining.stage_work import StageWork
 from nestpipe.pipelining.step_times import StepLog, StepTimes
 from nestpipe.pipelining.trace import Span
 
@@ -23,6 +24,8 @@ class FitResult:
     """Batches of weight 0."""
     times: list[StepTimes] = field(default_factory=StepLog)
     """Times of the last 1,000 steps on this rank; `times.older` has the totals of earlier steps."""
+    work: StageWork = field(default_factory=StageWork)
+    """Work of this rank on its last operations."""
     spans: list[Span] | None = None
     """Spans of all lanes; pass a list to collect them."""
     traced_steps: range | None = None

@@ -197,7 +197,7 @@ class Trainer:
         if result.spans is not None and result.traced_steps is None:
             result.traced_steps = range(self.num_steps, self.num_steps + TRACED_STEPS)
         spans = result.spans, self.num_steps, self.world.device, result.traced_steps
-        return Trace(result.times, *spans, nvtx=self.options.nvtx)
+        return Trace(result.times, *spans, nvtx=self.options.nvtx, work=result.work)
 
     def _is_stopped_by(self, due: Sequence[Callback], result: FitResult) -> bool:
         """Returns whether a callback ends the training on any rank: all ranks must leave the loop at the same step."""

@@ -94,13 +94,25 @@ def _limit(end: Host, bucket: Sequence[str]) -> None:
     _do("tc", *within, "qdisc", "add", "dev", end.interface, "root", "tbf", *bucket)
 
 
+def set_rate(hosts: Sequence[Host], number: int, rate: str, burst_bytes: int) -> None:
+    """Gives the link of one of more than two hosts another rate, both ways."""
+    for end in (hosts[number], _port(number)):
+        bucket = "rate", rate, "burst", str(burst_bytes), "latency", f"{QUEUE_MS}ms"
+        _do("tc", "-n", end.namespace, "qdisc", "change", "dev", end.interface, "root", "tbf", *bucket)
+
+
+def _port(number: int) -> Host:
+    """Returns a host's end of the switch."""
+    return Host(_switch(), f"port{number}", "")
+
+
 def _make_switch(hosts: Sequence[Host], bucket: Sequence[str]) -> None:
     within = "-n", _switch()
     _do("ip", "netns", "add", _switch())
     _do("ip", *within, "link", "add", "switch", "type", "bridge")
     _do("ip", *within, "link", "set", "switch", "up")
     for number, host in enumerate(hosts):
-        port = Host(_switch(), f"port{number}", "")
+        port = _port(number)
         _join(host, port)
         _do("ip", *within, "link", "set", port.interface, "master", "switch")
         _limit(port, bucket)

@@ -1,0 +1,1 @@
+"""`bench monitor`: whether `nestpipe monitor` names what was made slow."""
