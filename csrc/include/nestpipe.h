@@ -101,13 +101,14 @@ typedef struct nestpipe_occurrences {
 } nestpipe_occurrences;
 
 typedef enum nestpipe_optimizer_kind {
-    NESTPIPE_SGD = 0,             /* row -= lr * g, with one rounding */
-    NESTPIPE_ADAGRAD = 1,         /* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
-    NESTPIPE_ROWWISE_ADAGRAD = 2, /* state [1] += mean(g^2); row -= lr / (sqrt(state) + eps) * g. Of the squares, every
-                                     16th belongs to one sum; sums i and i + 8 are added, then i and i + 4, and so on. */
-    NESTPIPE_ADAM = 3             /* state [2 * dim]: first = beta1 * first + (1 - beta1) * g;
-                                     second = beta2 * second + (1 - beta2) * g^2;
-                                     row -= lr * first / (sqrt(second) + eps) */
+    NESTPIPE_SGD = 0,     /* row -= lr * g, with one rounding */
+    NESTPIPE_ADAGRAD = 1, /* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
+    NESTPIPE_ROWWISE_ADAGRAD =
+        2,            /* state [1] += mean(g^2); row -= lr / (sqrt(state) + eps) * g. Of the squares, every
+                         16th belongs to one sum; sums i and i + 8 are added, then i and i + 4, and so on. */
+    NESTPIPE_ADAM = 3 /* state [2 * dim]: first = beta1 * first + (1 - beta1) * g;
+                         second = beta2 * second + (1 - beta2) * g^2;
+                         row -= lr * first / (sqrt(second) + eps) */
 } nestpipe_optimizer_kind;
 
 /* A row optimizer. Constants, 1 - beta1 and 1 - beta2 among them, are computed in double and rounded once to the dtype;
@@ -213,10 +214,10 @@ NESTPIPE_API nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, cons
                                                      int64_t num_records, int64_t stride, const int64_t* steps,
                                                      int64_t step, int32_t num_threads);
 
-/* Applies a row optimizer to the records of several tables where they are stored, and stores `step` with them. A missing
- * key is inserted with its initial record first. If a table is full, nothing changes.
- *   keys      those of the tables, as in nestpipe_scatter_tables; all tables have the row state of the optimizer
- *   gradient  [num_keys, dim], dense */
+/* Applies a row optimizer to the records of several tables where they are stored, and stores `step` with them. A
+ * missing key is inserted with its initial record first. If a table is full, nothing changes. keys      those of the
+ * tables, as in nestpipe_scatter_tables; all tables have the row state of the optimizer gradient  [num_keys, dim],
+ * dense */
 NESTPIPE_API nestpipe_status nestpipe_update_tables(nestpipe_store* store, const int32_t* tables,
                                                     const int64_t* offsets, int64_t num_tables, const int64_t* keys,
                                                     int64_t num_keys, const nestpipe_optimizer* optimizer,

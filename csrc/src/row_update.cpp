@@ -97,7 +97,8 @@ void adam(const UpdateConstants<Real>& constants, Real* __restrict row, Real* __
 template <typename Real>
 auto sgd_for_this_processor() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return on_bytes<Real, sgd_by_instruction<Real>>;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return on_bytes<Real, sgd_by_instruction<Real>>;
 #endif
     return on_bytes<Real, sgd<Real>>;
 }

@@ -206,7 +206,8 @@ void Tables::write(RecordsAt<const char> records, const int64_t* steps, int64_t 
     if (num_tables_ == 0) return;
     const auto rows = row_numbers(num_keys());
     const auto locks = locked<Table::WriteLock>();
-    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last)) insert_missing(rows.get(), num_missing, false);
+    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last))
+        insert_missing(rows.get(), num_missing, false);
     write_records(rows.get(), records, steps, step, num_threads);
 }
 

@@ -76,8 +76,9 @@ struct Fixture {
     }
     void update_by_copies(int64_t step) {
         auto records = gather();
-        const nestpipe_row_update update{records.data(), records.data() + kDim, gradient.data(), nullptr, kKeys, kKeys,
-                                         kDim,           columns(),             columns(),       NESTPIPE_FLOAT32};
+        const nestpipe_row_update update{
+            records.data(), records.data() + kDim, gradient.data(), nullptr, kKeys, kKeys, kDim, columns(),
+            columns(),      NESTPIPE_FLOAT32};
         OK(nestpipe_update_rows(&kind.optimizer, &update, 1));
         OK(nestpipe_scatter_tables(store, tables.data(), offsets.data(), 2, keys.data(), kKeys, nullptr, records.data(),
                                    kKeys, columns(), nullptr, step, 1));

@@ -150,7 +150,10 @@ class SGD(RowOptimizer):
     def update(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
     ) -> None:
-        _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        if rows.is_cpu:
+            _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        else:  # called by a derived class that has no update_on_device
+            rows.sub_(gradient, alpha=lr)
 
     def update_on_device(
         self,
@@ -214,7 +217,7 @@ class Adagrad(_SumsOfSquares):
 
 @optimizers.register("rowwise_adagrad")
 class RowWiseAdagrad(_SumsOfSquares):
-    """Adagrad with one sum for each row: state += mean(g^2), row -= lr * g / (sqrt(state) + eps)."""
+    """Adagrad with one sum for each row: state += mean(g^2), row -= lr / (sqrt(state) + eps) * g."""
 
     can_update_in_parts = True
 
@@ -227,7 +230,12 @@ class RowWiseAdagrad(_SumsOfSquares):
     def update(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
     ) -> None:
-        _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        if rows.is_cpu:
+            _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        else:  # called by a derived class that has no update_on_device
+            state.add_(gradient.square().mean(1, keepdim=True))
+            divisor = state.sqrt().add_(self.eps)
+            rows.sub_(gradient * (lr / divisor.masked_fill_(divisor == 0, torch.inf)))
 
     def update_on_device(
         self,

@@ -12,7 +12,14 @@ from torch import Tensor
 from nestpipe.store import interface as check
 from nestpipe.store.host_snapshot import HostSnapshot
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
-from nestpipe.store.native.library import NativeMemoryReport, NativeOptimizer, NativeSpec, TableChangedError, call, pointer
+from nestpipe.store.native.library import (
+    NativeMemoryReport,
+    NativeOptimizer,
+    NativeSpec,
+    TableChangedError,
+    call,
+    pointer,
+)
 from nestpipe.store.snapshot import KeepAside, Snapshot
 from nestpipe.store.writer import WriteAccess, Writer
 

@@ -67,8 +67,8 @@ def test_rows_and_gradients_arrive(world: World, window: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(world=worlds())
 def test_gradients_take_the_way_of_rows_back(world: World) -> None:
-    """With one micro-batch the rows' plan gives that of the gradients. Fails if _reversed leaves this rank's own entries
-    among those of the others."""
+    """With one micro-batch the rows' plan gives that of the gradients. Fails if _reversed leaves this rank's own
+    entries among those of the others."""
     for number, route in enumerate(on_threads(world.size, routed, World(world.batches, 1))):
         if route is None:
             continue
@@ -78,7 +78,10 @@ def test_gradients_take_the_way_of_rows_back(world: World) -> None:
         plan = make_plan(route, "once", number, lambda group: group.row_bytes)
         expected = plan_returns(route, "once", number, lambda group: group.row_bytes)
         assert plan.returns is not None
-        assert (plan.returns.gradients_in, plan.returns.gradients_out) == (expected.gradients_in, expected.gradients_out)
+        assert (plan.returns.gradients_in, plan.returns.gradients_out) == (
+            expected.gradients_in,
+            expected.gradients_out,
+        )
         for group, same in zip(plan.returns.groups, expected.groups, strict=True):
             assert list(map(contents, parts(group))) == list(map(contents, parts(same)))
 

@@ -119,6 +119,14 @@ def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dty
     assert (rows != before).tolist() == [[False] * DIM, [False] * DIM, in_column_5, [True] * DIM]
 
 
+@pytest.mark.parametrize("kind", [SGD, RowWiseAdagrad])
+def test_derived_optimizers_update_device_memory(kind: type[RowOptimizer]) -> None:
+    """By the `update` of their base class. Fails if it hands rows of a device to the native library."""
+    optimizer = type("Derived", (kind,), {"update": lambda self, *arguments: kind.update(self, *arguments)})(0.1)
+    rows, state, gradient = (torch.zeros(2, width, device="meta") for width in (3, optimizer.state_width(3), 3))
+    optimizer.apply(rows, state, gradient, 1, is_masked=torch.tensor(False, device="meta"))
+
+
 def test_other_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="one dtype"):
         Adagrad(0.1).apply(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64), 1)

@@ -2,8 +2,7 @@
 
 Fails, for example, if Table::erase does not clear the mark of a row (changed_.clear), if Table::begin_snapshot leaves
 out `erased_keys_.clear()`, if HostStore._update_tables does not preserve, if update_records does not mark rows as
-changed, if Table::preserve does not clear the bit of a row, or if HostStore.erase does not call
-_preserve.
+changed, if Table::preserve does not clear the bit of a row, or if HostStore.erase does not call _preserve.
 """
 
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class TwoStores:
         self.num_writes += 1
         tensor, number = torch.tensor(keys, dtype=torch.int64), self.num_writes
         generator = torch.Generator().manual_seed(number)
-        records = torch.randn(len(keys), self.num_columns, generator=generator, dtype=self.dtype)
+        records = torch.rand(len(keys), self.num_columns, generator=generator, dtype=self.dtype)
         split = torch.tensor([0, len(keys) // 2, len(keys)])
         for store in (self.native, self.oracle):
             if kind == "scatter":
