@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 13
+#define NESTPIPE_ABI_VERSION 14
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -99,6 +99,27 @@ typedef struct nestpipe_occurrences {
     int64_t dim;
     int32_t dtype; /* nestpipe_dtype */
 } nestpipe_occurrences;
+
+typedef enum nestpipe_optimizer_kind {
+    NESTPIPE_SGD = 0,     /* row -= lr * g, with one rounding */
+    NESTPIPE_ADAGRAD = 1, /* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
+    NESTPIPE_ROWWISE_ADAGRAD =
+        2,            /* state [1] += mean(g^2); row -= lr / (sqrt(state) + eps) * g. Of the squares, every
+                         16th belongs to one sum; sums i and i + 8 are added, then i and i + 4, and so on. */
+    NESTPIPE_ADAM = 3 /* state [2 * dim]: first = beta1 * first + (1 - beta1) * g;
+                         second = beta2 * second + (1 - beta2) * g^2;
+                         row -= lr * first / (sqrt(second) + eps) */
+} nestpipe_optimizer_kind;
+
+/* A row optimizer. Constants, 1 - beta1 and 1 - beta2 among them, are computed in double and rounded once to the dtype;
+ * those that a kind does not have are ignored. */
+typedef struct nestpipe_optimizer {
+    int32_t kind; /* nestpipe_optimizer_kind */
+    double lr;
+    double eps;
+    double beta1;
+    double beta2;
+} nestpipe_optimizer;
 
 /* Arguments of a row optimizer: rows, state and gradient, each with its stride. Slots without a gradient do not
  * change. If one of `slots` is not in 0 .. num_slots - 1, nothing does. */
@@ -192,6 +213,15 @@ NESTPIPE_API nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, cons
                                                      int64_t num_keys, const int64_t* places, const void* records,
                                                      int64_t num_records, int64_t stride, const int64_t* steps,
                                                      int64_t step, int32_t num_threads);
+
+/* Applies a row optimizer to the records of several tables where they are stored, and stores `step` with them. A
+ * missing key is inserted with its initial record first. If a table is full, nothing changes. keys      those of the
+ * tables, as in nestpipe_scatter_tables; all tables have the row state of the optimizer gradient  [num_keys, dim],
+ * dense */
+NESTPIPE_API nestpipe_status nestpipe_update_tables(nestpipe_store* store, const int32_t* tables,
+                                                    const int64_t* offsets, int64_t num_tables, const int64_t* keys,
+                                                    int64_t num_keys, const nestpipe_optimizer* optimizer,
+                                                    const void* gradient, int64_t step, int32_t num_threads);
 
 /* As nestpipe_find for each table; tables of any kind. */
 NESTPIPE_API nestpipe_status nestpipe_find_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,
@@ -491,17 +521,10 @@ NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* 
 
 /* ---- row optimizers, in place, each row alone ------------------------------------------------------------------ */
 
-/* Constants, 1 - beta1 and 1 - beta2 among them, are computed in double and rounded once to the dtype. Where a divisor
- * is zero (only possible with eps = 0, or one that is zero in the dtype), the element of the row does not change. */
-
-/* state [dim] += g^2; row -= lr * g / (sqrt(state) + eps) */
-NESTPIPE_API nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps,
-                                              int32_t num_threads);
-
-/* state [2 * dim]: first = beta1 * first + (1 - beta1) * g; second = beta2 * second + (1 - beta2) * g^2;
- * row -= step_size * first / (sqrt(second) + eps) */
-NESTPIPE_API nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2,
-                                           double step_size, double eps, int32_t num_threads);
+/* Applies a row optimizer. Where a divisor is zero (only possible with eps = 0, or one that is zero in the dtype), the
+ * element of the row does not change. */
+NESTPIPE_API nestpipe_status nestpipe_update_rows(const nestpipe_optimizer* optimizer,
+                                                  const nestpipe_row_update* update, int32_t num_threads);
 
 /* ---- the keys of a batch: distinct ones, their owners, their parts -------------------------------------------- */
 

@@ -4,6 +4,7 @@
 #include "boundary.hpp"
 #include "group.hpp"
 #include "nestpipe.h"
+#include "optimizer_checks.hpp"
 #include "pool.hpp"
 #include "row_update.hpp"
 
@@ -46,7 +47,7 @@ void check_update(const nestpipe_row_update* update, int64_t columns, int32_t nu
     need_count(update->num_rows, "num_rows");
     need_count(update->num_slots, "num_slots");
     need_array(update->rows, update->num_rows, "rows");
-    need_array(update->state, update->num_rows, "state");
+    need_array(update->state, columns == 0 ? 0 : update->num_rows, "state");
     need_array(update->gradient, update->num_rows, "gradient");
     need_threads(num_threads);
     if (update->num_rows > update->num_slots) refuse("row update: more rows than slots");
@@ -56,16 +57,17 @@ void check_update(const nestpipe_row_update* update, int64_t columns, int32_t nu
         refuse("row update: rows or states overlap");
 }
 
-template <typename Real>
-RowUpdate<Real> as(const nestpipe_row_update& update) {
-    return {static_cast<Real*>(update.rows),
-            static_cast<Real*>(update.state),
-            static_cast<const Real*>(update.gradient),
+RowUpdate in_bytes(const nestpipe_row_update& update) {
+    const int64_t item = update.dtype == NESTPIPE_FLOAT32 ? 4 : 8;
+    return {static_cast<char*>(update.rows),
+            static_cast<char*>(update.state),
+            static_cast<const char*>(update.gradient),
             update.slots,
             update.num_rows,
             update.dim,
-            update.row_stride,
-            update.state_stride};
+            item,
+            update.row_stride * item,
+            update.state_stride * item};
 }
 
 }  // namespace
@@ -118,26 +120,12 @@ nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, 
     });
 }
 
-nestpipe_status nestpipe_adagrad(const nestpipe_row_update* update, double lr, double eps, int32_t num_threads) {
+nestpipe_status nestpipe_update_rows(const nestpipe_optimizer* optimizer, const nestpipe_row_update* update,
+                                     int32_t num_threads) {
     return guarded([&] {
         need(update, "update");
-        check_update(update, update->dim, num_threads);
-        if (update->dtype == NESTPIPE_FLOAT32)
-            adagrad(as<float>(*update), static_cast<float>(lr), static_cast<float>(eps), num_threads);
-        else
-            adagrad(as<double>(*update), lr, eps, num_threads);
-    });
-}
-
-nestpipe_status nestpipe_adam(const nestpipe_row_update* update, double beta1, double beta2, double step_size,
-                              double eps, int32_t num_threads) {
-    return guarded([&] {
-        need(update, "update");
-        check_update(update, 2 * update->dim, num_threads);
-        if (update->dtype == NESTPIPE_FLOAT32)
-            adam(as<float>(*update), Decay<float>(beta1), Decay<float>(beta2), static_cast<float>(step_size),
-                 static_cast<float>(eps), num_threads);
-        else
-            adam(as<double>(*update), Decay<double>(beta1), Decay<double>(beta2), step_size, eps, num_threads);
+        const RowOptimizer with = optimizer_of(optimizer, update->dtype);
+        check_update(update, with.state_width(update->dim), num_threads);
+        update_rows(with, in_bytes(*update), num_threads);
     });
 }

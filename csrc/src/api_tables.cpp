@@ -7,6 +7,7 @@
 #include "boundary.hpp"
 #include "dedup.hpp"
 #include "nestpipe.h"
+#include "optimizer_checks.hpp"
 #include "store.hpp"
 #include "table.hpp"
 #include "tables.hpp"
@@ -65,6 +66,13 @@ class TablesOfCall {
     std::vector<Table*> sorted_;  // empty where the order given is that of the numbers
 };
 
+void need_row_state(const Table& table, const RowOptimizer& optimizer) {
+    const int64_t width = optimizer.state_width(table.dim());
+    if (table.num_columns() != table.dim() + width)
+        refuse("table '" + table.name() + "' has " + std::to_string(table.num_columns() - table.dim()) +
+               " columns of row state, the row optimizer needs " + std::to_string(width));
+}
+
 }  // namespace
 
 nestpipe_status nestpipe_gather_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,
@@ -105,6 +113,28 @@ nestpipe_status nestpipe_scatter_tables(nestpipe_store* store, const int32_t* ta
         need_records(first, records, num_records, first.num_columns(), stride, places, num_keys, "records");
         const RecordsAt<const char> source{static_cast<const char*>(records), places, stride * first.item_bytes()};
         targets.with(offsets, keys).write(source, steps, step, num_threads, &store->last_found);
+    });
+}
+
+nestpipe_status nestpipe_update_tables(nestpipe_store* store, const int32_t* tables, const int64_t* offsets,
+                                       int64_t num_tables, const int64_t* keys, int64_t num_keys,
+                                       const nestpipe_optimizer* optimizer, const void* gradient, int64_t step,
+                                       int32_t num_threads) {
+    return guarded([&] {
+        const TablesOfCall targets(store, tables, num_tables);
+        need_table_offsets(offsets, num_tables, num_keys, "offsets");
+        need_array(keys, num_keys, "keys");
+        need_array(gradient, num_keys, "gradient");
+        need_threads(num_threads);
+        if (num_tables == 0) return;
+        targets.need_same_records();
+        const Table& first = *targets.all()[0];
+        need_step(first, step);
+        const RowOptimizer with =
+            optimizer_of(optimizer, first.item_bytes() == 4 ? NESTPIPE_FLOAT32 : NESTPIPE_FLOAT64);
+        for (const Table* target : targets.all()) need_row_state(*target, with);
+        targets.with(offsets, keys)
+            .update(with, static_cast<const char*>(gradient), step, num_threads, &store->last_found);
     });
 }
 

@@ -3,37 +3,59 @@
 
 #include <cstdint>
 
+#include "nestpipe.h"
+
 namespace nestpipe {
 
+// Constants of a row optimizer, computed in double and rounded once.
 template <typename Real>
+struct UpdateConstants {
+    Real lr, eps;
+    Real keep1, add1, keep2, add2;  // a moment becomes keep * moment + add * gradient
+};
+
+// Updates one row and its state by its gradient. nestpipe.h has the formulas.
+class RowOptimizer {
+ public:
+    RowOptimizer(const nestpipe_optimizer& optimizer, int32_t dtype);
+
+    int64_t state_width(int64_t dim) const;
+
+    void operator()(char* row, char* state, const char* gradient, int64_t dim) const {
+        update_(*this, row, state, gradient, dim);
+    }
+
+    template <typename Real>
+    const UpdateConstants<Real>& constants() const;
+
+ private:
+    using Update = void (*)(const RowOptimizer& optimizer, char* row, char* state, const char* gradient, int64_t dim);
+
+    int32_t kind_;
+    UpdateConstants<float> single_;
+    UpdateConstants<double> double_;
+    Update update_;
+};
+
+template <>
+inline const UpdateConstants<float>& RowOptimizer::constants() const {
+    return single_;
+}
+
+template <>
+inline const UpdateConstants<double>& RowOptimizer::constants() const {
+    return double_;
+}
+
+// Arrays of rows and states, in bytes.
 struct RowUpdate {
-    Real* rows;  // a row every row_stride elements
-    Real* state;
-    const Real* gradient;  // dense
+    char* rows;  // a row every row_stride bytes
+    char* state;
+    const char* gradient;  // dense
     const int64_t* slots;  // gradient i changes row and state slots[i]; null: i
-    int64_t num_rows, dim, row_stride, state_stride;
+    int64_t num_rows, dim, item_bytes, row_stride, state_stride;
 };
 
-// If a divisor below is zero, which takes eps = 0, the row keeps its value: a gradient of zero that meets a state of
-// zero changes nothing.
-
-// state += g^2; row -= lr * g / (sqrt(state) + eps)
-template <typename Real>
-void adagrad(const RowUpdate<Real>& arrays, Real lr, Real eps, int32_t num_threads);
-
-// Weights with which a moment is updated: keep * moment + add * gradient.
-template <typename Real>
-struct Decay {
-    Real keep, add;
-
-    // add = 1 - beta is taken in double and rounded once. In float, 1 - beta would cancel: beta = 0.999999 would give
-    // an `add` that is 1.3% off.
-    explicit Decay(double beta) : keep(static_cast<Real>(beta)), add(static_cast<Real>(1 - beta)) {}
-};
-
-// state = (first, second moment); row -= step_size * first / (sqrt(second) + eps)
-template <typename Real>
-void adam(const RowUpdate<Real>& arrays, Decay<Real> first_decay, Decay<Real> second_decay, Real step_size, Real eps,
-          int32_t num_threads);
+void update_rows(const RowOptimizer& optimizer, const RowUpdate& arrays, int32_t num_threads);
 
 }  // namespace nestpipe

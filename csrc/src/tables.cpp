@@ -206,13 +206,24 @@ void Tables::write(RecordsAt<const char> records, const int64_t* steps, int64_t 
     if (num_tables_ == 0) return;
     const auto rows = row_numbers(num_keys());
     const auto locks = locked<Table::WriteLock>();
-    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last)) insert_missing(rows.get(), num_missing);
+    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last))
+        insert_missing(rows.get(), num_missing, false);
     write_records(rows.get(), records, steps, step, num_threads);
+}
+
+void Tables::update(const RowOptimizer& optimizer, const char* gradient, int64_t step, int32_t num_threads,
+                    FoundRows* last) const {
+    if (num_tables_ == 0) return;
+    const auto rows = row_numbers(num_keys());
+    const auto locks = locked<Table::WriteLock>();
+    if (const int64_t num_missing = find_rows(rows.get(), num_threads, last))
+        insert_missing(rows.get(), num_missing, true);
+    update_records(rows.get(), optimizer, gradient, step, num_threads);
 }
 
 // One thread, in the order given: which record a key gets must not depend on the number of threads. A key that occurs
 // twice is found the second time.
-void Tables::insert_missing(uint32_t* rows, int64_t num_missing) const {
+void Tables::insert_missing(uint32_t* rows, int64_t num_missing, bool with_values) const {
     std::vector<int64_t> inserted;
     inserted.reserve(static_cast<size_t>(num_missing));
     std::vector<Table::Extent> before;
@@ -232,6 +243,7 @@ void Tables::insert_missing(uint32_t* rows, int64_t num_missing) const {
         if (rows[i] != Index::kNoRow) return;
         rows[i] = table.insert(place);
         inserted.push_back(i);
+        if (with_values) table.initial_.write(hash_of_place(place), table.arena_.record(rows[i]), table.num_columns_);
     };
     try {
         in_two_steps(0, num_keys(), fetch, insert);
@@ -252,39 +264,59 @@ void Tables::undo(const std::vector<int64_t>& inserted, const uint32_t* rows,
     for (t = 0; t < num_tables_; ++t) tables_[t]->shrink(before[static_cast<size_t>(t)]);
 }
 
-// Each record is written by the one thread its number belongs to, so the occurrences of a repeated key are written in
-// order and by one thread.
-void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, const int64_t* steps, int64_t step,
-                           int32_t num_threads) const {
-    const int64_t record_bytes = tables_[0]->record_bytes_;
-    const auto bytes = static_cast<uint64_t>(record_bytes);
-    const Copy copy = copy_for(static_cast<uint64_t>(num_keys()) * bytes);
-    const bool is_cached = copy != streaming_copy();
-    const auto num_parts = static_cast<uint64_t>(threads_for(num_keys(), 2 * record_bytes, num_threads));
+template <typename Fetch, typename Visit>
+void Tables::for_each_record(const uint32_t* rows, int32_t num_threads, const Fetch& fetch, const Visit& visit) const {
+    const auto num_parts = static_cast<uint64_t>(threads_for(num_keys(), 2 * tables_[0]->record_bytes_, num_threads));
     const auto part_of = [=](uint32_t row) { return uint64_t{row * 2654435769u} * num_parts >> 32; };
-    const auto write_part = [&](uint64_t part) {
+    const auto visit_part = [&](uint64_t part) {
         walk(0, num_keys(), [=](const auto& tables) {  // by value: a reference is read for every key
-            auto fetching = tables, writing = tables;
+            auto fetching = tables, visiting = tables;
             selected_in_two_steps(
                 num_keys(), [&](int64_t i) { return part_of(rows[i]) == part; },
-                [&](int64_t i) {
-                    const Arena& arena = fetching(i).arena_;
-                    prefetch(arena.step(rows[i]));
-                    if (is_cached) prefetch_lines(arena.record(rows[i]), bytes);
-                    if (records.places != nullptr) prefetch_lines(records[i], bytes);
-                },
-                [&](int64_t i) {
-                    Table& table = writing(i);
-                    copy(table.arena_.record(rows[i]), records[i], bytes);
-                    *table.arena_.step(rows[i]) = steps != nullptr ? steps[i] : step;
-                    if (table.marks_changes_) table.changed_.set(rows[i]);
-                });
+                [&](int64_t i) { fetch(fetching(i), i); }, [&](int64_t i) { visit(visiting(i), i); });
         });
         finish_streaming();
     };
     parallel_for(static_cast<int64_t>(num_parts), 1, num_threads, [&](int64_t first, int64_t end) {
-        for (int64_t part = first; part < end; ++part) write_part(static_cast<uint64_t>(part));
+        for (int64_t part = first; part < end; ++part) visit_part(static_cast<uint64_t>(part));
     });
+}
+
+void Tables::write_records(const uint32_t* rows, RecordsAt<const char> records, const int64_t* steps, int64_t step,
+                           int32_t num_threads) const {
+    const auto bytes = static_cast<uint64_t>(tables_[0]->record_bytes_);
+    const Copy copy = copy_for(static_cast<uint64_t>(num_keys()) * bytes);
+    const bool is_cached = copy != streaming_copy();
+    for_each_record(
+        rows, num_threads,
+        [=](const Table& table, int64_t i) {
+            prefetch(table.arena_.step(rows[i]));
+            if (is_cached) prefetch_lines(table.arena_.record(rows[i]), bytes);
+            if (records.places != nullptr) prefetch_lines(records[i], bytes);
+        },
+        [=](Table& table, int64_t i) {
+            copy(table.arena_.record(rows[i]), records[i], bytes);
+            *table.arena_.step(rows[i]) = steps != nullptr ? steps[i] : step;
+            if (table.marks_changes_) table.changed_.set(rows[i]);
+        });
+}
+
+void Tables::update_records(const uint32_t* rows, const RowOptimizer& optimizer, const char* gradient, int64_t step,
+                            int32_t num_threads) const {
+    const int64_t dim = tables_[0]->dim_, row_bytes = dim * tables_[0]->item_bytes_;
+    const auto bytes = static_cast<uint64_t>(tables_[0]->record_bytes_);
+    for_each_record(
+        rows, num_threads,
+        [=](const Table& table, int64_t i) {
+            prefetch(table.arena_.step(rows[i]));
+            prefetch_lines(table.arena_.record(rows[i]), bytes);
+        },
+        [=, &optimizer](Table& table, int64_t i) {
+            char* record = table.arena_.record(rows[i]);
+            optimizer(record, record + row_bytes, gradient + i * row_bytes, dim);
+            *table.arena_.step(rows[i]) = step;
+            if (table.marks_changes_) table.changed_.set(rows[i]);
+        });
 }
 
 }  // namespace nestpipe

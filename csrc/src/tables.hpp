@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "found_rows.hpp"
+#include "row_update.hpp"
 #include "table.hpp"
 
 namespace nestpipe {
@@ -47,6 +48,10 @@ class Tables {
     void write(RecordsAt<const char> records, const int64_t* steps, int64_t step, int32_t num_threads,
                FoundRows* last = nullptr) const;
 
+    // Applies a row optimizer to the records, missing ones included. gradient: [num_keys, dim]
+    void update(const RowOptimizer& optimizer, const char* gradient, int64_t step, int32_t num_threads,
+                FoundRows* last) const;
+
  private:
     class Walk;
     class Stay;
@@ -72,11 +77,19 @@ class Tables {
     uint32_t* begin_remembering(FoundRows& last) const;
     void remember(FoundRows& last) const;
     bool remembers(const FoundRows& last) const;
-    void insert_missing(uint32_t* rows, int64_t num_missing) const;
+    // with_values: missing keys get their initial records; otherwise their records are left to be written.
+    void insert_missing(uint32_t* rows, int64_t num_missing, bool with_values) const;
     void undo(const std::vector<int64_t>& inserted, const uint32_t* rows,
               const std::vector<Table::Extent>& before) const;
     void write_records(const uint32_t* rows, RecordsAt<const char> records, const int64_t* steps, int64_t step,
                        int32_t num_threads) const;
+    void update_records(const uint32_t* rows, const RowOptimizer& optimizer, const char* gradient, int64_t step,
+                        int32_t num_threads) const;
+
+    // fetch(table, i) and later visit(table, i) for each key. Each record is visited by the one thread its number
+    // belongs to, so the occurrences of a repeated key come in order and to one thread.
+    template <typename Fetch, typename Visit>
+    void for_each_record(const uint32_t* rows, int32_t num_threads, const Fetch& fetch, const Visit& visit) const;
 
     Table* const* tables_;
     Table* const* lock_order_;

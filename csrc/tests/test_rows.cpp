@@ -159,6 +159,9 @@ nestpipe_row_update update_of(std::vector<double>& records, const std::vector<do
     return update;
 }
 
+constexpr nestpipe_optimizer kAdagrad{NESTPIPE_ADAGRAD, 0.1, 1e-10, 0, 0}, kAdam{NESTPIPE_ADAM, 0.1, 1e-8, 0.5, 0.75},
+    kSgd{NESTPIPE_SGD, 0.1, 0, 0, 0}, kRowWise{NESTPIPE_ROWWISE_ADAGRAD, 0.1, 1e-10, 0, 0};
+
 void test_row_optimizers() {
     constexpr int64_t kRows = 1200, kDim = 7;
     const auto gradient = random_numbers(kRows * kDim);
@@ -166,8 +169,8 @@ void test_row_optimizers() {
         std::vector<double> two(kRows * 2 * kDim, 0.5), three(kRows * 3 * kDim, 0.5);
         const auto adagrad = update_of(two, gradient, kDim, 2 * kDim),
                    adam = update_of(three, gradient, kDim, 3 * kDim);
-        OK(nestpipe_adagrad(&adagrad, 0.1, 1e-10, num_threads));
-        OK(nestpipe_adam(&adam, 0.5, 0.75, 0.1, 1e-8, num_threads));
+        OK(nestpipe_update_rows(&kAdagrad, &adagrad, num_threads));
+        OK(nestpipe_update_rows(&kAdam, &adam, num_threads));
         for (size_t i = 0; i < gradient.size(); ++i) {
             const size_t row = i / kDim, c = i % kDim;
             const double g = gradient[i], sum = 0.5 + g * g, first = 0.25 + 0.5 * g, second = 0.375 + 0.25 * (g * g);
@@ -178,7 +181,7 @@ void test_row_optimizers() {
         }
         auto narrow = adam;
         narrow.state_stride = kDim;
-        REFUSED(NESTPIPE_INVALID_ARGUMENT, "overlap", nestpipe_adam(&narrow, 0.5, 0.75, 0.1, 1e-8, num_threads));
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "overlap", nestpipe_update_rows(&kAdam, &narrow, num_threads));
     }
 }
 
@@ -188,7 +191,8 @@ void test_adam_in_float() {
     float records[3] = {0, 0, 0};
     const float gradient = 1;
     const nestpipe_row_update update{records, records + 1, &gradient, nullptr, 1, 1, 1, 3, 3, NESTPIPE_FLOAT32};
-    OK(nestpipe_adam(&update, kBeta, kBeta, 0.1, 1e-8, 1));
+    const nestpipe_optimizer adam{NESTPIPE_ADAM, 0.1, 1e-8, kBeta, kBeta};
+    OK(nestpipe_update_rows(&adam, &update, 1));
     CHECK(records[1] == static_cast<float>(1 - kBeta) && records[2] == static_cast<float>(1 - kBeta));
 }
 
@@ -224,28 +228,25 @@ void test_slots() {
     constexpr int64_t kSlots = 3000, kRows = 1200, kDim = 7;
     const auto gradient = random_numbers(kRows * kDim);
     const auto slots = random_slots(kRows, kSlots);
-    const auto adagrad = [](const nestpipe_row_update& update, int32_t num_threads) {
-        OK(nestpipe_adagrad(&update, 0.1, 1e-10, num_threads));
-    };
-    const auto adam = [](const nestpipe_row_update& update, int32_t num_threads) {
-        OK(nestpipe_adam(&update, 0.5, 0.75, 0.1, 1e-8, num_threads));
-    };
-    const auto check = [&](int64_t columns, auto&& apply) {
+    const auto check = [&](int64_t columns, const nestpipe_optimizer& optimizer) {
         auto records = random_numbers(kSlots * columns);
         for (double& number : records) number += 2;  // sums of squares are not negative
         auto expected = records, dense = gathered(records, slots, static_cast<size_t>(columns));
-        apply(update_of(dense, gradient, kDim, columns), 1);
+        const auto all = update_of(dense, gradient, kDim, columns);
+        OK(nestpipe_update_rows(&optimizer, &all, 1));
         scatter(dense, slots, static_cast<size_t>(columns), expected);
         for (int32_t num_threads : {1, 3}) {
             auto in_slots = records;
             auto update = update_of(in_slots, gradient, kDim, columns);
             update.slots = slots.data();
-            apply(update, num_threads);
+            OK(nestpipe_update_rows(&optimizer, &update, num_threads));
             CHECK(in_slots == expected && in_slots != records);
         }
     };
-    check(2 * kDim, adagrad);
-    check(3 * kDim, adam);
+    check(kDim, kSgd);
+    check(kDim + 1, kRowWise);
+    check(2 * kDim, kAdagrad);
+    check(3 * kDim, kAdam);
 }
 
 void test_refused_slots() {
@@ -256,16 +257,18 @@ void test_refused_slots() {
     update.slots = slots;
     for (const int64_t wrong : {int64_t{-1}, int64_t{3}, INT64_MIN, INT64_MAX}) {
         slots[1] = wrong;
-        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_adagrad(&update, 0.1, 1e-10, 1));
-        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_adam(&update, 0.5, 0.75, 0.1, 1e-8, 1));
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_update_rows(&kAdagrad, &update, 1));
+        REFUSED(NESTPIPE_INVALID_ARGUMENT, "slots[1] is", nestpipe_update_rows(&kAdam, &update, 1));
     }
+    const nestpipe_optimizer unknown{4, 0.1, 0, 0, 0};
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "kind 4", nestpipe_update_rows(&unknown, &update, 1));
     update.slots = nullptr;
     update.num_slots = 1;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "more rows than slots", nestpipe_adagrad(&update, 0.1, 1e-10, 1));
+    REFUSED(NESTPIPE_INVALID_ARGUMENT, "more rows than slots", nestpipe_update_rows(&kAdagrad, &update, 1));
     CHECK(records == before);
     update.num_rows = update.num_slots = 0;
     update.slots = slots;
-    OK(nestpipe_adagrad(&update, 0.1, 1e-10, 1));
+    OK(nestpipe_update_rows(&kAdagrad, &update, 1));
 }
 
 void test_zero_divisors() {
@@ -275,8 +278,10 @@ void test_zero_divisors() {
     for (size_t i = 0; i < kDim; ++i) two[i] = three[i] = 0.5;
     const auto two_before = two, three_before = three;
     const auto adagrad = update_of(two, gradient, kDim, 2 * kDim), adam = update_of(three, gradient, kDim, 3 * kDim);
-    OK(nestpipe_adagrad(&adagrad, 0.1, 0.0, 1));
-    OK(nestpipe_adam(&adam, 0.5, 0.75, 0.1, 0.0, 1));
+    for (auto [optimizer, update] : {std::pair{kAdagrad, &adagrad}, std::pair{kAdam, &adam}}) {
+        optimizer.eps = 0;
+        OK(nestpipe_update_rows(&optimizer, update, 1));
+    }
     CHECK(two == two_before && three == three_before);
 }
 

@@ -51,6 +51,7 @@ class BatchRows:
         array, group = self._array(dedup), dedup.group
         array.grow(len(dedup.keys))
         rows = ResidentRows(group, dedup.keys, dedup.table_offsets, array.rows[: len(dedup.keys)])
+        rows.can_update_stored = self._memory.is_host and isinstance(self._writer, Writer) and self._writer.can_update
 
         def gather(records: Tensor, stretch: slice, places: Tensor | None) -> None:
             offsets, keys = offsets_within(dedup.table_offsets, stretch), dedup.keys[stretch]
@@ -79,7 +80,12 @@ class BatchRows:
                 self._write_back(rows, step)
 
     def _write_back(self, rows: ResidentRows, step: int) -> None:
-        group = rows.group
+        group, update = rows.group, rows.stored_update
+        if update is not None:
+            assert isinstance(self._writer, Writer)
+            keys = group.names, rows.table_offsets, rows.keys
+            self._writer.update_tables(*keys, update.optimizer, update.gradient, step)
+            return
 
         def scatter(records: Tensor, stretch: slice, places: Tensor | None) -> None:
             offsets, keys = offsets_within(rows.table_offsets, stretch), rows.keys[stretch]

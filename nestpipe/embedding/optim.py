@@ -24,7 +24,7 @@ from nestpipe.kernels.checks import check_shape, check_slots
 from nestpipe.kernels.rows import updates
 from nestpipe.registry import optimizers
 from nestpipe.store.interface import DTYPES
-from nestpipe.store.native.library import NativeRowUpdate, call, pointer
+from nestpipe.store.native.library import NativeOptimizer, NativeRowUpdate, call, pointer
 
 LearningRate = float | Callable[[int], float]
 """A number, or a function of the step, counted from 1."""
@@ -90,6 +90,19 @@ class RowOptimizer:
         else:
             self.update_on_device(rows, state, gradient, step, lr, is_masked, **in_slots)
 
+    def native(self, step: int, lr: float) -> NativeOptimizer | None:
+        """Returns `update` as the native library knows it; None for an update of one's own."""
+        return None
+
+    def native_for(self, step: int) -> NativeOptimizer | None:
+        """Returns what `apply` does in host memory as the native library knows it, so that it can be done to records
+        where they are stored. None if `apply` does something else."""
+        methods = {"update", "apply", "native"}
+        says = next(vars(kind) for kind in type(self).__mro__ if methods & vars(kind).keys())
+        if self.weight_decay != 0.0 or "native" not in says:
+            return None
+        return self.native(step, self.learning_rate(step))
+
     def learning_rate(self, step: int) -> float:
         return self.lr(step) if callable(self.lr) else self.lr
 
@@ -131,8 +144,16 @@ class SGD(RowOptimizer):
 
     can_update_in_parts = True
 
-    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        rows.sub_(gradient, alpha=lr)
+    def native(self, step: int, lr: float) -> NativeOptimizer:
+        return NativeOptimizer(NativeOptimizer.SGD, lr)
+
+    def update(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
+    ) -> None:
+        if rows.is_cpu:
+            _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        else:  # called by a derived class that has no update_on_device
+            rows.sub_(gradient, alpha=lr)
 
     def update_on_device(
         self,
@@ -173,10 +194,13 @@ class Adagrad(_SumsOfSquares):
     def state_width(self, dim: int) -> int:
         return dim
 
+    def native(self, step: int, lr: float) -> NativeOptimizer:
+        return NativeOptimizer(NativeOptimizer.ADAGRAD, lr, self.eps)
+
     def update(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
     ) -> None:
-        _in_one_pass("adagrad", rows, state, gradient, slots, lr, self.eps)
+        _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
 
     def update_on_device(
         self,
@@ -193,17 +217,25 @@ class Adagrad(_SumsOfSquares):
 
 @optimizers.register("rowwise_adagrad")
 class RowWiseAdagrad(_SumsOfSquares):
-    """Adagrad with one sum for each row: state += mean(g^2), row -= lr * g / (sqrt(state) + eps)."""
+    """Adagrad with one sum for each row: state += mean(g^2), row -= lr / (sqrt(state) + eps) * g."""
 
     can_update_in_parts = True
 
     def state_width(self, dim: int) -> int:
         return 1
 
-    def update(self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float) -> None:
-        state.add_(gradient.square().mean(1, keepdim=True))
-        divisor = state.sqrt().add_(self.eps)
-        rows.addcdiv_(gradient, divisor.masked_fill_(divisor == 0, torch.inf), value=-lr)
+    def native(self, step: int, lr: float) -> NativeOptimizer:
+        return NativeOptimizer(NativeOptimizer.ROWWISE_ADAGRAD, lr, self.eps)
+
+    def update(
+        self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
+    ) -> None:
+        if rows.is_cpu:
+            _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
+        else:  # called by a derived class that has no update_on_device
+            state.add_(gradient.square().mean(1, keepdim=True))
+            divisor = state.sqrt().add_(self.eps)
+            rows.sub_(gradient * (lr / divisor.masked_fill_(divisor == 0, torch.inf)))
 
     def update_on_device(
         self,
@@ -238,10 +270,13 @@ class Adam(RowOptimizer):
     def state_width(self, dim: int) -> int:
         return 2 * dim
 
+    def native(self, step: int, lr: float) -> NativeOptimizer:
+        return NativeOptimizer(NativeOptimizer.ADAM, self._step_size(step, lr), self.eps, *self.betas)
+
     def update(
         self, rows: Tensor, state: Tensor, gradient: Tensor, step: int, lr: float, slots: Tensor | None = None
     ) -> None:
-        _in_one_pass("adam", rows, state, gradient, slots, *self.betas, self._step_size(step, lr), self.eps)
+        _in_one_pass(self.native(step, lr), rows, state, gradient, slots)
 
     def update_on_device(
         self,
@@ -261,7 +296,7 @@ class Adam(RowOptimizer):
 
 
 def _in_one_pass(
-    name: str, rows: Tensor, state: Tensor, gradient: Tensor, slots: Tensor | None, *constants: float
+    optimizer: NativeOptimizer, rows: Tensor, state: Tensor, gradient: Tensor, slots: Tensor | None
 ) -> None:
     """Updates rows by the native library. Their records have gaps, which make several passes by torch slow."""
     for array in (rows, state):
@@ -283,7 +318,7 @@ def _in_one_pass(
         state.stride(0),
         DTYPES.index(rows.dtype),
     )
-    call(name, byref(update), *constants, torch.get_num_threads())
+    call("update_rows", byref(optimizer), byref(update), torch.get_num_threads())
 
 
 def group_key(optimizer: RowOptimizer) -> Hashable:

@@ -218,9 +218,32 @@ def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late
     return Returns(groups, gradients_in, gradients_out, has_late=late is not None)
 
 
-def make_plan(route: Route, window: str, rank: int, row_bytes: RowBytes) -> Plan:
-    """Plans the exchanges of a batch of which nothing is early or late."""
-    return Plan(window, plan_sends(route, window, rank, row_bytes), plan_returns(route, window, rank, row_bytes))
+def make_plan(
+    route: Route, window: str, rank: int, row_bytes: RowBytes, gradient_bytes: RowBytes | None = None
+) -> Plan:
+    """Plans the exchanges of a batch of which nothing is early or late. gradient_bytes: None if gradients have the size
+    of rows."""
+    gradient_bytes = gradient_bytes or row_bytes
+    sends = plan_sends(route, window, rank, row_bytes)
+    groups = [dedup.group for dedup in route.batch.groups]
+    if route.batch.num_micro_batches == 1 and all(
+        not group.frozen and row_bytes(group) == gradient_bytes(group) for group in groups
+    ):
+        return Plan(window, sends, _reversed(sends, route, rank))
+    return Plan(window, sends, plan_returns(route, window, rank, gradient_bytes))
+
+
+def _reversed(sends: Sends, route: Route, rank: int) -> Returns:
+    """Returns what plan_returns would, if each row travels once and its gradient takes the same way back."""
+    groups = []
+    for group, owner in zip(sends.groups, route.owner_dedups, strict=True):
+        first, end = (int(owner.entry_counts[:r].sum()) for r in (rank, rank + 1))
+        entries = torch.arange(len(owner.key_index))
+        entries = torch.cat([entries[:first], entries[end:], entries[first:end]])
+        sums = KeySums(None, make_segments(*_entries_by_key(owner)))
+        into = replace(group.rows_out, places=entries)
+        groups.append(GroupReturns(group.group, group.rows_in, into, len(entries), sums, None))
+    return Returns(groups, gradients_in=sends.rows_out, gradients_out=sends.rows_in, has_late=False)
 
 
 def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:

@@ -15,6 +15,16 @@ from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.route import OwnerDedup
 from nestpipe.store import Store, Writer
+from nestpipe.store.native.library import NativeOptimizer
+
+
+@dataclass(frozen=True)
+class StoredUpdate:
+    """An update that waits for its batch to settle: it changes records where they are stored."""
+
+    optimizer: NativeOptimizer
+    gradient: Tensor
+    """[keys, dim]"""
 
 
 @dataclass
@@ -31,6 +41,10 @@ class ResidentRows:
     """[keys] slot of each key, in the memory of the records; None if key i has slot i."""
     host_slots: Tensor | None = None
     """`slots` in host memory."""
+    can_update_stored: bool = False
+    """Whether an update may be done to the stored records instead of these, which are then a copy of no further use."""
+    stored_update: StoredUpdate | None = None
+    """Update that is done to the stored records when the batch settles."""
     shown: Tensor | None = None
     """[keys, dim] rows that the model sees instead of those in `records`, for experiments with stale rows."""
 

@@ -10,7 +10,7 @@ from nestpipe.device.streams import use_here
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.optim import RowOptimizer
-from nestpipe.embedding.resident import ResidentRows
+from nestpipe.embedding.resident import ResidentRows, StoredUpdate
 
 
 @dataclass(frozen=True)
@@ -44,4 +44,8 @@ class RowUpdate:
             if sums.keys is not None:
                 assert slots is not None
                 slots = slots.index_select(0, sums.keys)
+            native = optimizer.native_for(self.step + 1) if rows.can_update_stored else None
+            if native is not None:
+                rows.stored_update = StoredUpdate(native, values)
+                continue
             memory.update(rows.group, optimizer, rows.records, slots, values, self.step + 1, self.is_masked)

@@ -12,7 +12,14 @@ from torch import Tensor
 from nestpipe.store import interface as check
 from nestpipe.store.host_snapshot import HostSnapshot
 from nestpipe.store.interface import Gathered, MemoryReport, Piece, TableSpec
-from nestpipe.store.native.library import NativeMemoryReport, NativeSpec, TableChangedError, call, pointer
+from nestpipe.store.native.library import (
+    NativeMemoryReport,
+    NativeOptimizer,
+    NativeSpec,
+    TableChangedError,
+    call,
+    pointer,
+)
 from nestpipe.store.snapshot import KeepAside, Snapshot
 from nestpipe.store.writer import WriteAccess, Writer
 
@@ -106,7 +113,7 @@ class HostStore:
         return Gathered(out, found, steps)
 
     def open_writer(self) -> Writer:
-        return self._access.open(self._scatter_tables)
+        return self._access.open(self._scatter_tables, self._update_tables)
 
     def gather_tables(
         self,
@@ -163,9 +170,7 @@ class HostStore:
         check.check_steps(step, num_keys)
         steps = step if isinstance(step, Tensor) else None
         handles = self._handles(tables, offsets)
-        if self._snapshot is not None and self._snapshot.is_open:
-            for table, first, end in zip(tables, offsets.tolist(), offsets[1:].tolist(), strict=False):
-                self._preserve(table, keys[max(first, 0) : end])  # offsets are checked by the next call
+        self._preserve_tables(tables, offsets, keys)
         call(
             "scatter_tables",
             *handles,
@@ -177,6 +182,33 @@ class HostStore:
             stride,
             pointer(steps),
             0 if isinstance(step, Tensor) else step,
+            self.num_threads,
+        )
+
+    def _update_tables(
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        optimizer: NativeOptimizer,
+        gradient: Tensor,
+        step: int,
+    ) -> None:
+        """See Writer.update_tables."""
+        spec = self._first(tables)
+        num_keys = check.check_keys(keys)
+        check.check_array("gradient", gradient, spec.dtype, [num_keys, spec.dim])
+        check.check_step(step)
+        handles = self._handles(tables, offsets)
+        self._preserve_tables(tables, offsets, keys)
+        call(
+            "update_tables",
+            *handles,
+            pointer(keys),
+            num_keys,
+            byref(optimizer),
+            pointer(gradient),
+            step,
             self.num_threads,
         )
 
@@ -291,6 +323,11 @@ class HostStore:
         """Keeps rows that are about to change aside for a snapshot under way."""
         if self._snapshot is not None:
             self._snapshot.preserve(table, keys)
+
+    def _preserve_tables(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> None:
+        if self._snapshot is not None and self._snapshot.is_open:
+            for table, first, end in zip(tables, offsets.tolist(), offsets[1:].tolist(), strict=False):
+                self._preserve(table, keys[max(first, 0) : end])  # offsets are checked by the next call
 
     def digest_part(self, table: str) -> int:
         digest = (c_uint8 * 32)()

@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from nestpipe.store.native.library import NativeOptimizer
+
 ScatterTables = Callable[[Sequence[str], Tensor, Tensor, Tensor, Tensor | None, int | Tensor], None]
+UpdateTables = Callable[[Sequence[str], Tensor, Tensor, "NativeOptimizer", Tensor, int], None]
 
 
 class Writer:
     """Writes the rows of an open pipeline to its store. Until it is closed, every other write raises."""
 
-    def __init__(self, access: "WriteAccess", scatter_tables: ScatterTables) -> None:
+    def __init__(
+        self, access: "WriteAccess", scatter_tables: ScatterTables, update_tables: UpdateTables | None = None
+    ) -> None:
+        """update_tables: None if the store cannot update records where they are."""
         self._access = access
         self._scatter_tables = scatter_tables
+        self._update_tables = update_tables
 
     def scatter_tables(
         self,
@@ -27,6 +36,26 @@ class Writer:
         """Writes rows as Store.scatter_tables does."""
         self._access.count_write()
         self._scatter_tables(tables, offsets, keys, records, places, step)
+
+    @property
+    def can_update(self) -> bool:
+        """Returns whether update_tables may be called."""
+        return self._update_tables is not None
+
+    def update_tables(
+        self,
+        tables: Sequence[str],
+        offsets: Tensor,
+        keys: Tensor,
+        optimizer: "NativeOptimizer",
+        gradient: Tensor,
+        step: int,
+    ) -> None:
+        """Applies a row optimizer to the stored records of distinct keys, missing ones included, which are inserted.
+        Tables are given as in Store.gather_tables. gradient: [n, dim]. If one table is full, none changes."""
+        assert self._update_tables is not None
+        self._access.count_write()
+        self._update_tables(tables, offsets, keys, optimizer, gradient, step)
 
     def close(self) -> None:
         """Lets others write again. Closing twice does nothing."""
@@ -45,14 +74,14 @@ class WriteAccess:
         self._writer: Writer | None = None
         self._lock = Lock()
 
-    def open(self, scatter_tables: ScatterTables) -> Writer:
+    def open(self, scatter_tables: ScatterTables, update_tables: UpdateTables | None = None) -> Writer:
         with self._lock:
             if self._writer is not None:
                 raise RuntimeError(
                     "another fit or pipeline is open on this store, and rows of both would overwrite each other; let "
                     "it end first, then begin the next one"
                 )
-            self._writer = Writer(self, scatter_tables)
+            self._writer = Writer(self, scatter_tables, update_tables)
             return self._writer
 
     def close(self, writer: Writer) -> None:

@@ -68,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "schedule", "resident"), CASES)
 def test_every_checkpoint_is_of_its_moment(size: int, schedule: str, resident: int | str, tmp_path: Path) -> None:
-    """Complete and incremental ones alike. Fails if HostStore._scatter_tables does not preserve what it overwrites, if
+    """Complete and incremental ones alike. Fails if HostStore._preserve_tables does nothing, if
     Table::begin_snapshot does not clear the marks, or if RowWriter.write appends no rows that are aside."""
     for num_checkpoints, wrong in run_ranks(size, save_and_load_all, tmp_path / "save", schedule, resident):
         assert num_checkpoints == STEPS // EVERY

@@ -5,18 +5,24 @@ if _group_returns lists gradients with the "first" micro-batch, if _by_row does 
 micro-batch, if _lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a row.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.plan import (
+    GroupReturns,
     TravelList,
     _lay_out,
     _rows_of_positions,
+    make_plan,
     message_unit,
+    plan_returns,
 )
 from tests.embedding.planned_ranks import (
     FEATURES,
@@ -25,8 +31,10 @@ from tests.embedding.planned_ranks import (
     check_ranks,
     check_sums_of,
     planned,
+    routed,
     worlds,
 )
+from tests.embedding.thread_ranks import on_threads
 
 
 @settings(max_examples=30, deadline=None)
@@ -54,6 +62,38 @@ def test_rows_and_gradients_arrive(world: World, window: str) -> None:
     """Sums are equal to the bit. Fails if _Requester.collect returns its sums in window "resend", or adds the first
     gradient to uninitialised memory."""
     check_sums_of(world, window, None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(world=worlds())
+def test_gradients_take_the_way_of_rows_back(world: World) -> None:
+    """With one micro-batch the rows' plan gives that of the gradients. Fails if _reversed leaves this rank's own
+    entries among those of the others."""
+    for number, route in enumerate(on_threads(world.size, routed, World(world.batches, 1))):
+        if route is None:
+            continue
+        trained = [g for g, owner in enumerate(route.owner_dedups) if not owner.group.frozen]
+        batch = replace(route.batch, groups=[route.batch.groups[g] for g in trained])
+        route = replace(route, batch=batch, owner_dedups=[route.owner_dedups[g] for g in trained])
+        plan = make_plan(route, "once", number, lambda group: group.row_bytes)
+        expected = plan_returns(route, "once", number, lambda group: group.row_bytes)
+        assert plan.returns is not None
+        assert (plan.returns.gradients_in, plan.returns.gradients_out) == (
+            expected.gradients_in,
+            expected.gradients_out,
+        )
+        for group, same in zip(plan.returns.groups, expected.groups, strict=True):
+            assert list(map(contents, parts(group))) == list(map(contents, parts(same)))
+
+
+def parts(group: GroupReturns) -> list[object]:
+    out, into, order = group.gradients_out, group.gradients_in, group.sums.entries
+    lists = [[t.places, t.bounds, t.counts, t.message_places, t.message_bounds] for t in (out, into)]
+    return [*lists[0], *lists[1], group.num_entries, order.num_segments, order.order, order.offsets]
+
+
+def contents(part: object) -> object:
+    return part.tolist() if isinstance(part, Tensor | np.ndarray) else part
 
 
 def travel_list(counts: list[list[int]]) -> TravelList:

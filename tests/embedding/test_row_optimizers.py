@@ -1,8 +1,9 @@
 """The native row optimizers against their formulas in torch, on rows that lie in records.
 
-Fails, for example, if adam takes the second moment from state + row_stride, or adagrad adds eps inside the root.
+Fails, for example, if adam takes the second moment from state + row_stride, or `divisor` adds eps inside the root.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,46 @@ def adam(rows: torch.Tensor, state: torch.Tensor, g: torch.Tensor, step: int) ->
     first.copy_(0.9 * first + 0.1 * g)
     second.copy_(0.999 * second + 0.001 * g * g)
     rows -= 0.01 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step) * first / (second.sqrt() + 1e-8)
+
+
+def padded_squares(g: Tensor) -> Tensor:
+    """Returns the squares of each row in lines of 16: [n, lines, 16]."""
+    return torch.nn.functional.pad(g * g, (0, -g.shape[1] % 16)).view(len(g), -1, 16)
+
+
+def exact_rowwise_adagrad(rows: Tensor, state: Tensor, g: Tensor, eps: float) -> None:
+    """Adds the squares of a row in the order that nestpipe.h documents."""
+    sums = padded_squares(g)[:, 0] * 0
+    for line in padded_squares(g).unbind(1):
+        sums = sums + line
+    for half in (8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half : 2 * half]
+    state += sums / g.shape[1]
+    roots = torch.from_numpy(np.sqrt(state.numpy()))  # those of torch are not always the nearest numbers
+    rate = torch.tensor(0.1, dtype=g.dtype) / (roots + torch.tensor(eps, dtype=g.dtype))
+    rows -= rate * g
+
+
+def exact_sgd(rows: Tensor, state: Tensor, g: Tensor, eps: float) -> None:
+    rows.sub_(g, alpha=0.1)
+
+
+@pytest.mark.parametrize("dim", [1, 15, 16, 64, 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("optimizer", "formula"), [(SGD(0.1), exact_sgd), (RowWiseAdagrad(0.1, eps=1e-6), exact_rowwise_adagrad)]
+)
+def test_same_bits_as_torch(optimizer: RowOptimizer, formula, dtype: torch.dtype, dim: int) -> None:
+    """On rows with gaps. Fails if `subtract` of the native library rounds the product, or if sum_of_squares adds up 8
+    sums instead of 16."""
+    torch.manual_seed(5)
+    records = torch.rand(300, dim + 3, dtype=dtype)
+    expected = records.clone()
+    for step in (1, 2, 3):
+        gradient = torch.randn(300, dim, dtype=dtype)
+        optimizer.apply(records[:, :dim], records[:, dim : dim + optimizer.state_width(dim)], gradient, step)
+        formula(expected[:, :dim], expected[:, dim : dim + optimizer.state_width(dim)], gradient, 1e-6)
+    assert torch.equal(records, expected)
 
 
 @pytest.mark.parametrize(("optimizer", "formula"), [(Adagrad(0.1), adagrad), (Adam(0.01), adam)])
@@ -64,7 +105,7 @@ def test_adam_adds_one_minus_beta_to_one_rounding(beta2: float, dtype: torch.dty
 def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dtype: torch.dtype) -> None:
     """For gradients of zero, and for gradients whose squares are zero in the dtype.
 
-    Fails if with_divisor of the native library, or masked_fill_ of RowWiseAdagrad, lets zero through.
+    Fails if `divisor` of the native library lets zero through.
     """
     optimizer = kind(0.1, eps=0.0)
     torch.manual_seed(3)
@@ -78,6 +119,14 @@ def test_without_eps_a_zero_divisor_changes_no_row(kind: type[RowOptimizer], dty
     assert (rows != before).tolist() == [[False] * DIM, [False] * DIM, in_column_5, [True] * DIM]
 
 
+@pytest.mark.parametrize("kind", [SGD, RowWiseAdagrad])
+def test_derived_optimizers_update_device_memory(kind: type[RowOptimizer]) -> None:
+    """By the `update` of their base class. Fails if it hands rows of a device to the native library."""
+    optimizer = type("Derived", (kind,), {"update": lambda self, *arguments: kind.update(self, *arguments)})(0.1)
+    rows, state, gradient = (torch.zeros(2, width, device="meta") for width in (3, optimizer.state_width(3), 3))
+    optimizer.apply(rows, state, gradient, 1, is_masked=torch.tensor(False, device="meta"))
+
+
 def test_other_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="one dtype"):
         Adagrad(0.1).apply(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64), 1)
@@ -89,8 +138,9 @@ def mask_for(is_on_device: bool) -> Tensor | None:
 
 
 IN_SLOTS = [
-    *((optimizer, is_on_device) for optimizer in (Adagrad(0.1), Adam(0.01)) for is_on_device in (False, True)),
-    *((optimizer, True) for optimizer in (SGD(0.1), RowWiseAdagrad(0.1))),
+    (optimizer, is_on_device)
+    for optimizer in (SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.01))
+    for is_on_device in (False, True)
 ]
 
 
@@ -130,12 +180,13 @@ def test_refused_slots_change_nothing(kind: type[RowOptimizer]) -> None:
 
 
 def test_built_in_optimizers_take_slots() -> None:
-    """RowWiseAdagrad and SGD update dense arrays in host memory. Fails if takes_slots ignores weight decay."""
-    for kind, in_host_memory in ((SGD, False), (Adagrad, True), (RowWiseAdagrad, False), (Adam, True)):
+    """Fails if takes_slots or native_for ignores weight decay."""
+    for kind in (SGD, Adagrad, RowWiseAdagrad, Adam):
         for weight_decay in (0.0, 0.1):
             optimizer = kind(0.1, weight_decay=weight_decay)
-            assert optimizer.takes_slots(is_on_device=False) == (in_host_memory and weight_decay == 0.0)
+            assert optimizer.takes_slots(is_on_device=False) == (weight_decay == 0.0)
             assert optimizer.takes_slots(is_on_device=True) == (weight_decay == 0.0)
+            assert (optimizer.native_for(1) is not None) == (weight_decay == 0.0)
 
 
 calls: list[tuple[str, int, Tensor | None]] = []

@@ -97,6 +97,7 @@ def test_a_write_back_that_fails_once(schedule: str, failing: int, monkeypatch: 
         monkeypatch.setattr(trainer.store, name, scatter)
 
     fails_once("_scatter_tables")
+    fails_once("_update_tables")
     with pytest.raises(MemoryError, match="no memory for the table"):
         trainer.fit(global_batches(9))
     assert 0 < trainer.num_steps < 9

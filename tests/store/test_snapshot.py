@@ -1,8 +1,8 @@
 """A snapshot has the rows of the moment at which it began, each once, whatever is written while it is copied.
 
 Fails, for example, if Table::erase does not clear the mark of a row (changed_.clear), if Table::begin_snapshot leaves
-out `erased_keys_.clear()`, if Table::preserve does not clear the bit of a row, or if HostStore.erase does not call
-_preserve.
+out `erased_keys_.clear()`, if HostStore._update_tables does not preserve, if update_records does not mark rows as
+changed, if Table::preserve does not clear the bit of a row, or if HostStore.erase does not call _preserve.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from nestpipe.embedding.optim import RowWiseAdagrad
 from nestpipe.store import DictStore, HostStore, Piece, ShardedPiece, Shards, Store, TableSpec, group_by_owner
 from nestpipe.store import host_snapshot as host_snapshot_module
 from nestpipe.store.oracle_values import owner_of
@@ -66,7 +67,7 @@ class TwoStores:
         self.num_writes += 1
         tensor, number = torch.tensor(keys, dtype=torch.int64), self.num_writes
         generator = torch.Generator().manual_seed(number)
-        records = torch.randn(len(keys), self.num_columns, generator=generator, dtype=self.dtype)
+        records = torch.rand(len(keys), self.num_columns, generator=generator, dtype=self.dtype)
         split = torch.tensor([0, len(keys) // 2, len(keys)])
         for store in (self.native, self.oracle):
             if kind == "scatter":
@@ -75,6 +76,8 @@ class TwoStores:
                 writer = store.open_writer()
                 writer.scatter_tables(TABLES, split, tensor, records, None, number)
                 writer.close()
+            elif kind == "update":
+                self.update(store, sorted(set(keys)), records)
             elif kind == "erase":
                 store.erase(table, tensor)
             elif kind == "grow":  # the index is built anew
@@ -82,6 +85,22 @@ class TwoStores:
             else:  # "import", which refuses keys outside of the buckets, and then changes nothing
                 piece = Piece(tensor, records, torch.arange(len(keys)) + number)
                 outcome(store, "import_piece", table, 30_000 if number % 2 else 0, 65536, piece)
+
+    def update(self, store: Store, keys: list[int], records: torch.Tensor) -> None:
+        """Updates rows where they are stored, as a pipeline does; the oracle copies them."""
+        optimizer, dim, step = RowWiseAdagrad(0.1), self.num_columns - 1, self.num_writes
+        tensor, gradient = torch.tensor(keys, dtype=torch.int64), records[: len(keys), :dim].contiguous()
+        split, writer = torch.tensor([0, len(keys) // 2, len(keys)]), store.open_writer()
+        native_form = optimizer.native_for(step)
+        assert native_form is not None
+        if writer.can_update:
+            writer.update_tables(TABLES, split, tensor, native_form, gradient, step)
+        else:
+            copies = torch.empty(len(keys), self.num_columns, dtype=self.dtype)
+            store.gather_tables(TABLES, split, tensor, copies, None)
+            optimizer.apply(copies[:, :dim], copies[:, dim:], gradient, step)
+            writer.scatter_tables(TABLES, split, tensor, copies, None, step)
+        writer.close()
 
     def copy(self, plan: "Plan") -> None:
         """Copies rows by one snapshot, while others are written."""
@@ -132,7 +151,7 @@ class TwoStores:
 
 
 TABLE_KEYS = st.sampled_from(TABLES), KEY_LISTS
-WRITES = st.tuples(st.sampled_from(["scatter", "train", "erase", "erase", "import", "grow"]), *TABLE_KEYS)
+WRITES = st.tuples(st.sampled_from(["scatter", "train", "update", "erase", "erase", "import", "grow"]), *TABLE_KEYS)
 
 
 @dataclass(frozen=True)

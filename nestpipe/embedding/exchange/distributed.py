@@ -19,7 +19,17 @@ from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import KeySums, Marks, MessageSizes, Plan, Returns, TravelList, plan_returns, plan_sends
+from nestpipe.embedding.plan import (
+    KeySums,
+    Marks,
+    MessageSizes,
+    Plan,
+    Returns,
+    TravelList,
+    make_plan,
+    plan_returns,
+    plan_sends,
+)
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 
@@ -46,7 +56,10 @@ class DistributedExchange:
     def plan(
         self, route: Route, window: str, early: list[Marks] | None = None, has_returns: bool = True
     ) -> Plan | None:
-        sends = plan_sends(route, window, self._route.rank, self._codecs.rows.row_bytes, early)
+        rank, row_bytes = self._route.rank, self._codecs.rows.row_bytes
+        if early is None and has_returns:
+            return make_plan(route, window, rank, row_bytes, self._codecs.gradients.row_bytes)
+        sends = plan_sends(route, window, rank, row_bytes, early)
         return Plan(window, sends, self.plan_returns(route, window, None) if has_returns else None)
 
     def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -57,6 +57,13 @@ class NativeOccurrences(ctypes.Structure):
         ("dim", c_int64),
         ("dtype", c_int32),
     )
+
+
+class NativeOptimizer(ctypes.Structure):
+    """A row optimizer; see nestpipe_optimizer_kind for its formulas."""
+
+    SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
+    _fields_ = (("kind", c_int32), ("lr", c_double), ("eps", c_double), ("beta1", c_double), ("beta2", c_double))
 
 
 class NativeRowUpdate(ctypes.Structure):
@@ -152,6 +159,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         c_int32,
     ),
     "scatter_tables": (*_TABLES, *_KEYS, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32),
+    "update_tables": (*_TABLES, *_KEYS, POINTER(NativeOptimizer), c_void_p, c_int64, c_int32),
     "find_tables": (*_TABLES, *_KEYS, c_void_p, c_int32),
     "table_sizes": (c_void_p, c_void_p, c_int64, c_void_p),
     "match_tables": (*_KEYS, c_void_p, *_KEYS, c_void_p, c_int64, c_void_p, c_int32),
@@ -197,8 +205,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "group_by_row": (*_KEYS, *_KEYS, c_int64, c_void_p, c_void_p, c_void_p),
     "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
     "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
-    "adagrad": (POINTER(NativeRowUpdate), c_double, c_double, c_int32),
-    "adam": (POINTER(NativeRowUpdate), c_double, c_double, c_double, c_double, c_int32),
+    "update_rows": (POINTER(NativeOptimizer), POINTER(NativeRowUpdate), c_int32),
     "table_salt": (c_char_p, POINTER(c_uint64)),
     "dedup": (*_KEYS, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "pack_keys": (*_KEYS, c_int64, c_void_p, c_void_p, c_void_p, c_int32),
