@@ -12,6 +12,7 @@ from nestpipe.embedding.capacity import CHOICES as RESIDENT_CHOICES
 from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.plan import WINDOWS
+from nestpipe.embedding.table import PLACEMENTS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.registry import Registry, datasets, metrics, models, optimizers
@@ -150,6 +151,9 @@ class TableSection:
         None, "largest number of rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS
     )
     frozen: bool = key(False, "do not update the rows")
+    placement: str = key(
+        "sharded", "each row on one rank, or all rows on every rank; the result is the same", choices=PLACEMENTS
+    )
 
 
 @dataclass(frozen=True)
