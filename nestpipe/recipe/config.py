@@ -151,9 +151,7 @@ class TableSection:
         None, "largest number of rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS
     )
     frozen: bool = key(False, "do not update the rows")
-    placement: str = key(
-        "sharded", "each row on one rank, or all rows on every rank; the result is the same", choices=PLACEMENTS
-    )
+    placement: str = key("sharded", "each row on one rank, or all rows on every rank", choices=PLACEMENTS)
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class ExchangeSection:
     )
     row_dtype: str | None = key(
         None,
-        "form of rows in messages; not set: that of the table; others round",
+        "form of rows in messages; not set: the table's; others round",
         choices=tuple(ROUNDING),
         option="row_dtype",
     )
