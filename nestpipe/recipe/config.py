@@ -221,10 +221,7 @@ class ExchangeSection:
         option="row_dtype",
     )
     gradient_dtype: str | None = key(
-        None,
-        "form of gradients in messages; not set: that of the table; others round",
-        choices=tuple(ROUNDING),
-        option="gradient_dtype",
+        None, "form of gradients in messages, likewise", choices=tuple(ROUNDING), option="gradient_dtype"
     )
 
 
