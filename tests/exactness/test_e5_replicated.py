@@ -251,6 +251,19 @@ def test_clipped_and_frozen_rows(freezes: bool) -> None:
     assert all(num_bytes == 0 for *_, num_bytes in results)
 
 
+def trained_in(world: World, replicated: tuple[str, ...], resident_bytes: int | None) -> str:
+    trainer = trainer_of(world, replace(CASE, replicated=replicated), resident_bytes=resident_bytes)
+    trainer.fit(share_of(global_batches(CASE.steps), world))
+    return trainer.digest()
+
+
+def test_no_limit_of_the_row_pool_counts_replicated_rows() -> None:
+    """Fails if RowPool._bounded has all groups."""
+    with pytest.raises(ValueError, match=r"more than memory.resident_bytes = 8"):
+        trained_in(World(), ("tag",), 8)
+    assert trained_in(World(), ("item", "tag"), 8) == trained_in(World(), (), None)
+
+
 def early_and_late(world: World) -> list[bool]:
     """Returns whether some owned key of a replicated group was early or late."""
     found: list[bool] = []
