@@ -7,9 +7,10 @@ from torch import Tensor
 
 from nestpipe.device.growing import GrowingArray
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.resident import Growth, ResidentBatch, ResidentRows, offsets_within, table_full_error
-from nestpipe.embedding.route import OwnerDedup
-from nestpipe.store import Store, Writer
+from nestpipe.store import Writer
+from nestpipe.store.interface import RowStore
 
 
 class BatchRows:
@@ -17,21 +18,21 @@ class BatchRows:
 
     is_limited = False
 
-    def __init__(self, store: Store, memory: Memory) -> None:
+    def __init__(self, store: RowStore, memory: Memory) -> None:
         self.num_unstored_keys = 0
         """Keys of the last batch that have never been trained."""
         self._store = store
-        self._writer: Writer | Store = store
+        self._writer: Writer | RowStore = store
         self._memory = memory
         self._arrays: dict[str, GrowingArray] = {}
 
-    def open(self, writer: Writer | Store) -> None:
+    def open(self, writer: Writer | RowStore) -> None:
         self._writer = writer
 
     def close(self) -> None:
         self._writer = self._store
 
-    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
+    def growth(self, earlier: Sequence[Sequence[TouchedKeys]], current: Sequence[TouchedKeys]) -> Growth:
         num_slots = tuple(max(len(dedup.keys), self._array(dedup).num_rows) for dedup in current)
         arrays = [self._array(dedup) for dedup in current]
         num_bytes = sum(num * array.row_bytes for num, array in zip(num_slots, arrays, strict=True))
@@ -40,14 +41,14 @@ class BatchRows:
     def grow(self, growth: Growth) -> None:
         pass  # retrieve does: no other batch is resident
 
-    def retrieve(self, dedups: Sequence[OwnerDedup]) -> ResidentBatch:
+    def retrieve(self, dedups: Sequence[TouchedKeys]) -> ResidentBatch:
         self.num_unstored_keys = 0
         groups = [self._retrieve(dedup) for dedup in dedups]
         num_keys = sum(len(rows.keys) for rows in groups)
         written = sum(len(rows.keys) * rows.group.record_bytes for rows in groups if not rows.group.frozen)
         return ResidentBatch(groups, 0, sum(len(r.keys) * r.group.record_bytes for r in groups), num_keys, written)
 
-    def _retrieve(self, dedup: OwnerDedup) -> ResidentRows:
+    def _retrieve(self, dedup: TouchedKeys) -> ResidentRows:
         array, group = self._array(dedup), dedup.group
         array.grow(len(dedup.keys))
         rows = ResidentRows(group, dedup.keys, dedup.table_offsets, array.rows[: len(dedup.keys)])
@@ -102,7 +103,10 @@ class BatchRows:
     def forget(self) -> None:
         pass
 
-    def _array(self, dedup: OwnerDedup) -> GrowingArray:
+    def forget_replicas(self) -> None:
+        pass
+
+    def _array(self, dedup: TouchedKeys) -> GrowingArray:
         name = dedup.group.names[0]
         if name not in self._arrays:
             self._arrays[name] = self._memory.new_records(dedup.group.num_columns, dedup.group.dtype)

@@ -7,6 +7,7 @@ answer the route of the later batch with two lists of bits: of its keys, which a
 which are late.
 
 A batch that is no step has no keys. A row optimizer that has to update all rows at once has no late gradients.
+Replicated tables have neither early rows nor late gradients.
 """
 
 from collections.abc import Sequence
@@ -72,6 +73,8 @@ def _owned_marks(earlier: Route, later: Route, has_late: bool, num_threads: int)
             late[places[~early]] = False
         if not (has_late and before.group.allows_late_gradients):
             late.zero_()
+        if before.group.is_replicated:
+            early.zero_()
         all_early.append(early)
         all_late.append(late)
     return all_early, all_late

@@ -1,8 +1,8 @@
 """Table groups: tables that every call handles together.
 
-A group is all tables of the same dim, dtype and frozen flag whose row optimizers are equal. Its tables stand in order
-of their names. Within a group the rows of all tables lie in one array, so that one native call, or one kernel, serves
-all of them.
+A group is all tables of the same dim, dtype, frozen flag and placement whose row optimizers are equal. Its tables stand
+in order of their names. Within a group the rows of all tables lie in one array, so that one native call, or one kernel,
+serves all of them.
 """
 
 from collections.abc import Hashable, Mapping
@@ -44,6 +44,8 @@ class TableGroup:
     """[tables] salt of each table's key hashes, from its name."""
     feature_sets: tuple[FeatureSet, ...]
     """All features, each in one set."""
+    is_replicated: bool = False
+    """True if every rank has all rows."""
 
     @property
     def dim(self) -> int:
@@ -64,7 +66,7 @@ class TableGroup:
     @cached_property
     def allows_late_gradients(self) -> bool:
         """Returns whether some rows of a batch may be updated during the next one."""
-        return not self.frozen and self.optimizer.updates_in_parts
+        return not self.frozen and not self.is_replicated and self.optimizer.updates_in_parts
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -105,20 +107,23 @@ class FeatureGroups:
         return len(self.table_order)
 
 
-def group_features(features: Mapping[str, Feature]) -> FeatureGroups:
-    """Groups the tables of these features. Groups are ordered by the names of their first tables."""
-    by_key: dict[Hashable, list[Table]] = {}
+def group_features(features: Mapping[str, Feature], has_replicas: bool = True) -> FeatureGroups:
+    """Groups the tables of these features. Groups are ordered by the names of their first tables.
+
+    has_replicas: False to read rows from their owners, whatever the placement of their tables."""
+    by_key: dict[tuple[Hashable, ...], list[Table]] = {}
     for table in tables_of(features):
         optimizer = None if table.frozen else group_key(table.optimizer)
-        by_key.setdefault((table.dim, table.dtype, table.frozen, optimizer), []).append(table)
-    groups = tuple(_group(tables, features) for tables in by_key.values())
+        placement = table.placement if has_replicas else None
+        by_key.setdefault((table.dim, table.dtype, table.frozen, optimizer, placement), []).append(table)
+    groups = tuple(_group(tables, features, key[-1] == "replicated") for key, tables in by_key.items())
     places = {name: (g, f) for g, group in enumerate(groups) for f, name in enumerate(group.features)}
     names = [table.name for group in groups for table in group.tables]
     order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
     return FeatureGroups(dict(features), groups, order, places)
 
 
-def _group(tables: list[Table], features: Mapping[str, Feature]) -> TableGroup:
+def _group(tables: list[Table], features: Mapping[str, Feature], is_replicated: bool) -> TableGroup:
     numbers = {table.name: number for number, table in enumerate(tables)}
     entries = [(numbers[f.table.name], name, f) for name, f in features.items() if f.table.name in numbers]
     entries.sort(key=lambda item: item[0])  # stable: features of one table keep their order
@@ -133,6 +138,7 @@ def _group(tables: list[Table], features: Mapping[str, Feature]) -> TableGroup:
         feature_keys=np.array(keys, dtype=np.int64).reshape(len(entries), 6),
         salts=table_salts([table.name for table in tables]),
         feature_sets=_feature_sets([name for _, name, _ in entries], features),
+        is_replicated=is_replicated,
     )
 
 

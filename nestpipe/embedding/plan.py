@@ -22,6 +22,7 @@ from nestpipe.device.transfer import ALIGNMENT
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.part_bits import with_early_part, with_late_part
+from nestpipe.embedding.replica import Replica, by_table
 from nestpipe.embedding.route import OwnerDedup, Route
 from nestpipe.kernels.rows.segments import Segments, make_segments
 from nestpipe.store import group_by_row
@@ -163,6 +164,19 @@ class Returns:
         return replace(self, groups=[group.map(function) for group in self.groups])
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The sums of gradients of replicated groups, from the owners of keys to all ranks, in one part."""
+
+    groups: dict[int, GroupSends]
+    """By number of the group. Indices of touched keys whose sums arrive, and of owned keys whose sums are sent."""
+    sums_in: MessageSizes
+    sums_out: MessageSizes
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Shares":
+        return replace(self, groups={g: group.map(function) for g, group in self.groups.items()})
+
+
 @dataclass
 class Plan:
     """The plan of all groups of a batch."""
@@ -171,9 +185,13 @@ class Plan:
     sends: Sends
     returns: Returns | None
     """None until the next batch is routed, if gradients may be late."""
+    shares: Shares | None = None
+    """None without replicated tables that are trained."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
-        return Plan(self.window, self.sends.map(function), None if self.returns is None else self.returns.map(function))
+        returns = None if self.returns is None else self.returns.map(function)
+        shares = None if self.shares is None else self.shares.map(function)
+        return Plan(self.window, self.sends.map(function), returns, shares)
 
 
 @dataclass(frozen=True)
@@ -193,8 +211,13 @@ RowBytes = Callable[[TableGroup], int]
 def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early: list[Marks] | None = None) -> Sends:
     """Plans how the rows of a batch travel among several ranks. early: None if there is no part for early rows."""
     marks = early if early is not None else [None] * len(route.owner_dedups)
-    trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
-    groups = [_group_sends(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
+    lists = zip(route.batch.groups, route.owner_dedups, route.replicas, marks, strict=True)
+    groups = [
+        _group_sends(dedup, owner, mark, window, rank)
+        if replica is None
+        else _replica_sends(dedup, replica, mark, window, rank)
+        for dedup, owner, replica, mark in lists
+    ]
     widths = [row_bytes(group.group) for group in groups]
     rows_in, lists_in = _lay_out([group.rows_in for group in groups], widths)
     rows_out, lists_out = _lay_out([group.rows_out for group in groups], widths)
@@ -218,6 +241,22 @@ def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late
     return Returns(groups, gradients_in, gradients_out, has_late=late is not None)
 
 
+def plan_shares(route: Route, rank: int) -> Shares | None:
+    """Plans how owners send the sums of their keys of replicated groups to all ranks."""
+    groups = {
+        g: _group_shares(owner, replica, rank)
+        for g, (owner, replica) in enumerate(zip(route.owner_dedups, route.replicas, strict=True))
+        if replica is not None and not owner.group.frozen
+    }
+    if not groups:
+        return None
+    widths = [group.group.row_bytes for group in groups.values()]
+    sums_in, lists_in = _lay_out([group.rows_in for group in groups.values()], widths)
+    sums_out, lists_out = _lay_out([group.rows_out for group in groups.values()], widths)
+    trios = zip(groups.items(), lists_in, lists_out, strict=True)
+    return Shares({g: replace(group, rows_in=into, rows_out=out) for (g, group), into, out in trios}, sums_in, sums_out)
+
+
 def make_plan(
     route: Route, window: str, rank: int, row_bytes: RowBytes, gradient_bytes: RowBytes | None = None
 ) -> Plan:
@@ -225,16 +264,23 @@ def make_plan(
     of rows."""
     gradient_bytes = gradient_bytes or row_bytes
     sends = plan_sends(route, window, rank, row_bytes)
+    if _is_symmetric(route, row_bytes, gradient_bytes):
+        returns = _reversed(sends, route, rank)
+    else:
+        returns = plan_returns(route, window, rank, gradient_bytes)
+    return Plan(window, sends, returns, plan_shares(route, rank))
+
+
+def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -> bool:
+    """Returns whether each row travels once, and its gradient takes the same way back."""
     groups = [dedup.group for dedup in route.batch.groups]
-    if route.batch.num_micro_batches == 1 and all(
-        not group.frozen and row_bytes(group) == gradient_bytes(group) for group in groups
-    ):
-        return Plan(window, sends, _reversed(sends, route, rank))
-    return Plan(window, sends, plan_returns(route, window, rank, gradient_bytes))
+    return route.batch.num_micro_batches == 1 and all(
+        not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group) for group in groups
+    )
 
 
 def _reversed(sends: Sends, route: Route, rank: int) -> Returns:
-    """Returns what plan_returns would, if each row travels once and its gradient takes the same way back."""
+    """Returns what plan_returns would for a symmetric exchange."""
     groups = []
     for group, owner in zip(sends.groups, route.owner_dedups, strict=True):
         first, end = (int(owner.entry_counts[:r].sum()) for r in (rank, rank + 1))
@@ -280,6 +326,32 @@ def _group_sends(dedup: RequesterDedup, owner: OwnerDedup, early: Marks | None, 
     return GroupSends(dedup.group, _by_row(rows_in, dedup), entries_out.select(owner.key_index))
 
 
+def _replica_sends(dedup: RequesterDedup, replica: Replica, early: Marks | None, window: str, rank: int) -> GroupSends:
+    """All rows come from this rank's own replica."""
+    num_parts, counts = len(dedup.num_samples), np.zeros_like(replica.owner_counts)
+    counts[rank] = len(dedup.keys)
+    wanted = dedup.uses
+    if early is not None:
+        wanted = with_early_part(wanted, num_parts, early.positions)
+        num_parts += 1
+    rows = _listed(wanted, num_parts, "first", window, counts, rank)
+    return GroupSends(dedup.group, _by_row(rows, dedup), rows.select(replica.positions))
+
+
+def _group_shares(owner: OwnerDedup, replica: Replica, rank: int) -> GroupSends:
+    """Each owner sends all its sums to every rank."""
+    num_ranks, num_own = len(replica.owner_counts), len(owner.keys)
+    first = int(replica.owner_counts[:rank].sum())
+    others = torch.cat([replica.by_owner[:first], replica.by_owner[first + num_own :]])
+    places_in = torch.cat([others, replica.by_owner[first : first + num_own]])
+    counts_in, counts_out = replica.owner_counts.copy(), np.full(num_ranks, num_own)
+    counts_in[rank] = counts_out[rank] = 0
+    num_sent = (num_ranks - 1) * num_own
+    into = TravelList(places_in, [0, len(others), len(places_in)], counts_in[None])
+    out = TravelList(torch.arange(num_own).repeat(num_ranks), [0, num_sent, num_sent + num_own], counts_out[None])
+    return GroupSends(owner.group, into, out)
+
+
 def _group_returns(
     dedup: RequesterDedup, owner: OwnerDedup, late: Marks | None, window: str, rank: int
 ) -> GroupReturns:
@@ -304,7 +376,7 @@ def _by_row(travel: TravelList, dedup: RequesterDedup) -> TravelList:
     """Turns positions into rows of the only micro-batch, if there is one: its rows are not copied once more."""
     if len(dedup.num_samples) > 1 or len(dedup.group.tables) == 1:
         return travel
-    return travel.select(_rows_of_positions(dedup.counts.numpy()))
+    return travel.select(by_table(dedup.counts.numpy()))
 
 
 def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:
@@ -314,17 +386,6 @@ def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:
     torch.cumsum(lengths[keys], 0, out=ends[1:])
     entries = order[torch.repeat_interleave(is_in, lengths)]
     return KeySums(keys, make_segments(entries, ends))
-
-
-def _rows_of_positions(counts: NDArray[np.int32]) -> Tensor:
-    """Returns the row of each position if there is one micro-batch: rows are ordered by table, then by owner.
-
-    counts: [ranks, tables] positions, which are ordered by owner, then by table.
-    """
-    by_table = np.cumsum(counts.T.ravel(), dtype=np.int64).reshape(counts.T.shape).T - counts
-    by_owner = np.cumsum(counts.ravel(), dtype=np.int64) - counts.ravel()
-    shifts = by_table.ravel() - by_owner
-    return torch.from_numpy(np.repeat(shifts, counts.ravel()) + np.arange(int(counts.sum())))
 
 
 def _entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ def read_batch(
 
     An exception instead of a batch is raised on every rank.
     """
-    groups, exchange = group_features(features), make_exchange(channel, channel, channel, HOST)
+    groups, exchange = group_features(features, has_replicas=False), make_exchange(channel, channel, channel, HOST)
     memory = memory_on(device or HOST.device)
     keys: BatchDedup | Exception
     try:

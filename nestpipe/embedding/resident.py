@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.route import OwnerDedup
-from nestpipe.store import Store, Writer
+from nestpipe.embedding.replica import TouchedKeys
+from nestpipe.store import Writer
+from nestpipe.store.interface import RowStore
 from nestpipe.store.native.library import NativeOptimizer
 
 
@@ -103,18 +104,18 @@ class Residence(Protocol):
     def is_limited(self) -> bool:
         """Returns whether a batch may be refused: all ranks then agree on it."""
 
-    def open(self, writer: Writer | Store) -> None:
+    def open(self, writer: Writer | RowStore) -> None:
         """Begins a run, which alone writes to the store, by this writer."""
 
     def close(self) -> None:
         """Ends a run."""
 
-    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
+    def growth(self, earlier: Sequence[Sequence[TouchedKeys]], current: Sequence[TouchedKeys]) -> Growth:
         """Returns the slots that a batch needs next to those of earlier batches, which are trained before it."""
 
     def grow(self, growth: Growth) -> None: ...
 
-    def retrieve(self, dedups: Sequence[OwnerDedup]) -> ResidentBatch:
+    def retrieve(self, dedups: Sequence[TouchedKeys]) -> ResidentBatch:
         """Makes the rows of a batch resident. Creates no key in the store: a missing key has its initial record."""
 
     def room_error(self, batch: ResidentBatch) -> Exception | None:
@@ -131,6 +132,10 @@ class Residence(Protocol):
 
     def forget(self) -> None:
         """Gives all rows up, without writing them."""
+
+    def forget_replicas(self) -> None:
+        """Gives up the rows of replicated groups, which their owners may have changed since. Nothing may be in flight,
+        or newer than the store."""
 
 
 def offsets_within(offsets: Tensor, stretch: slice) -> Tensor:

@@ -14,21 +14,15 @@ from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
-from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.replica import KEY_BYTES, Replica, TouchedKeys, share_keys
 from nestpipe.store.native import plan_ops
-
-KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class OwnerDedup:
-    """One table group of a global batch, on the rank that owns the keys."""
+class OwnerDedup(TouchedKeys):
+    """One table group of a global batch, on the rank that owns the keys, in order of (table, requester, position)."""
 
-    group: TableGroup
-    keys: Tensor
-    """Distinct owned keys, ascending by (table, requester, position)."""
-    table_offsets: Tensor
-    """[tables + 1] first key of each table."""
     key_index: Tensor
     """[entries] index in `keys` of each key that a requester needs, requester after requester."""
     uses: Tensor
@@ -56,6 +50,15 @@ class Route:
     """True if any rank asks all ranks to stop."""
     num_saves_written: int
     """Saves that are on disk on every rank."""
+    replicas: list[Replica | None]
+    """What ranks share of replicated groups, by group; None for other groups, and in a world of one."""
+
+    @property
+    def touched(self) -> list[TouchedKeys]:
+        """Returns the keys whose rows this rank makes resident, by group: those that it owns, or all of the global
+        batch."""
+        pairs = zip(self.replicas, self.owner_dedups, strict=True)
+        return [owner if replica is None else replica.touched for replica, owner in pairs]
 
 
 class _Header:
@@ -143,6 +146,7 @@ def route_keys(
         names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
     owner_dedups, key_bytes = _exchange_keys(batch, counts, channel)
+    replicas, shared_bytes = share_keys(batch.groups, owner_dedups, channel)
     totals = agreed.total_weights
     return Route(
         batch=batch,
@@ -150,9 +154,10 @@ def route_keys(
         weights=dict(zip(sorted(batch.weights), totals, strict=False)),
         is_step=any(total > 0 for total in totals),
         num_samples=agreed.num_samples,
-        key_bytes=key_bytes,
+        key_bytes=key_bytes + shared_bytes,
         is_stop_requested=agreed.is_stop_requested,
         num_saves_written=agreed.num_saves_written,
+        replicas=replicas,
     )
 
 
@@ -171,6 +176,7 @@ def route_alone(batch: BatchDedup | Exception, notice: Notice) -> Route | None:
         key_bytes=0,
         is_stop_requested=notice.is_stop_requested,
         num_saves_written=notice.num_saves_written,
+        replicas=[None] * len(batch.groups),
     )
 
 

@@ -17,6 +17,7 @@ from nestpipe.device.tally import embedding_memory
 from nestpipe.embedding.capacity import Capacity, PoolSize
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.resident import (
     Growth,
     ResidentBatch,
@@ -24,8 +25,8 @@ from nestpipe.embedding.resident import (
     offsets_within,
     table_full_error,
 )
-from nestpipe.embedding.route import OwnerDedup
-from nestpipe.store import Store, Writer, match_tables
+from nestpipe.store import Writer, match_tables
+from nestpipe.store.interface import MOST_ROWS, RowStore
 from nestpipe.store.native.slot_ops import Assignment, SlotIndex, SlotRecords, Use
 
 _THREADS_BESIDE = 4
@@ -35,13 +36,15 @@ _THREADS_BESIDE = 4
 class RowPool:
     """See Residence. A rank has one. It outlives a run, and has nothing to write between runs."""
 
-    def __init__(self, groups: Sequence[TableGroup], store: Store, memory: Memory, capacity: Capacity) -> None:
+    def __init__(self, groups: Sequence[TableGroup], store: RowStore, memory: Memory, capacity: Capacity) -> None:
         self.store = store
         self.capacity = capacity
         self.num_rows = 0
         """Resident rows after the last retrieve. A number of its own: the index may be in use by the host lane."""
         self._writes = _Writes(store)
         self._groups = [GroupPool(group, store, self._writes, memory) for group in groups]
+        self._bounded = [g for g, group in enumerate(groups) if not group.is_replicated]
+        """Groups that share the capacity. All rows of the others stay."""
         self._memory = memory
         self._growing = threading.Lock()
         self._num_batches = 0
@@ -60,10 +63,14 @@ class RowPool:
 
     # ---- capacity ----
 
-    def growth(self, earlier: Sequence[Sequence[OwnerDedup]], current: Sequence[OwnerDedup]) -> Growth:
+    def growth(self, earlier: Sequence[Sequence[TouchedKeys]], current: Sequence[TouchedKeys]) -> Growth:
         needed = [pool.num_needed([dedups[g] for dedups in earlier], current[g]) for g, pool in enumerate(self._groups)]
         with self._growing:
-            return self.capacity.growth(needed, self._sizes())
+            growth = self.capacity.growth([needed[g] for g in self._bounded], self._sizes())
+            num_slots = [max(number, pool.num_slots) for number, pool in zip(needed, self._groups, strict=True)]
+            for g, number in zip(self._bounded, growth.num_slots, strict=True):
+                num_slots[g] = number
+            return Growth(tuple(num_slots), growth.num_bytes, growth.error)
 
     def grow(self, growth: Growth) -> None:
         with self._growing:
@@ -73,15 +80,16 @@ class RowPool:
     def expand(self, most_bytes: int | None) -> None:
         with self._growing:
             most_slots = self.capacity.expansion(self._sizes(), most_bytes)
-            for pool, number in zip(self._groups, most_slots, strict=True):
-                pool.most_slots = number
+            for g, number in zip(self._bounded, most_slots, strict=True):
+                self._groups[g].most_slots = number
 
     def _sizes(self) -> list[PoolSize]:
-        return [PoolSize(pool.num_slots, pool.most_slots, pool.records.row_bytes) for pool in self._groups]
+        pools = [self._groups[g] for g in self._bounded]
+        return [PoolSize(pool.num_slots, pool.most_slots, pool.records.row_bytes) for pool in pools]
 
     # ---- a run ----
 
-    def open(self, writer: Writer | Store) -> None:
+    def open(self, writer: Writer | RowStore) -> None:
         has_foreign = self._writes.has_foreign()
         self._writes.writer = writer
         for pool in self._groups:
@@ -98,6 +106,11 @@ class RowPool:
         for pool in self._groups:
             pool.flush()
 
+    def forget_replicas(self) -> None:
+        for g, pool in enumerate(self._groups):
+            if g not in self._bounded:
+                pool.index.clear()
+
     def forget(self) -> None:
         for pool in self._groups:
             pool.index.clear()
@@ -107,7 +120,7 @@ class RowPool:
 
     # ---- batches ----
 
-    def retrieve(self, dedups: Sequence[OwnerDedup]) -> ResidentBatch:
+    def retrieve(self, dedups: Sequence[TouchedKeys]) -> ResidentBatch:
         self._num_batches += 1
         batch = ResidentBatch([], self._num_batches)
         first_in_flight = min(self._in_flight, default=batch.number)
@@ -153,8 +166,8 @@ class RowPool:
 class _Writes:
     """The pool's writes to the store, counted: any other write makes resident rows outdated."""
 
-    def __init__(self, store: Store) -> None:
-        self.writer: Writer | Store = store
+    def __init__(self, store: RowStore) -> None:
+        self.writer: Writer | RowStore = store
         self._store = store
         self._num_known = store.num_writes
 
@@ -181,19 +194,19 @@ class _Writes:
 class GroupPool:
     """The slots of one table group."""
 
-    def __init__(self, group: TableGroup, store: Store, writes: _Writes, memory: Memory) -> None:
+    def __init__(self, group: TableGroup, store: RowStore, writes: _Writes, memory: Memory) -> None:
         num_beside = store.num_threads if memory.is_host else min(store.num_threads, _THREADS_BESIDE)
         self.index = SlotIndex(group.salts, store.num_threads, num_beside)
         self.records: GrowingArray = memory.new_records(group.num_columns, group.dtype)
         self.num_slots = 0
-        self.most_slots = 0
+        self.most_slots = MOST_ROWS if group.is_replicated else 0
         """Slots that the group may take when rows would have to leave otherwise."""
         self.memory = memory
         self._group = group
         self._store = store
         self._writes = writes
 
-    def num_needed(self, earlier: Sequence[OwnerDedup], current: OwnerDedup) -> int:
+    def num_needed(self, earlier: Sequence[TouchedKeys], current: TouchedKeys) -> int:
         """Returns the slots that consecutive batches need, or more if the pool has those. earlier: at most two."""
         batches = [*earlier, current]
         num_keys = sum(len(batch.keys) for batch in batches)
@@ -204,7 +217,7 @@ class GroupPool:
             num_keys -= int(torch.stack(is_counted).any(dim=0).sum())
         return num_keys
 
-    def _has(self, batch: OwnerDedup, other: OwnerDedup) -> Tensor:
+    def _has(self, batch: TouchedKeys, other: TouchedKeys) -> Tensor:
         """Returns for each key of another batch whether a batch has it, too."""
         lists = batch.keys, batch.table_offsets, other.keys, other.table_offsets
         return match_tables(*lists, self._store.num_threads) >= 0
@@ -226,7 +239,7 @@ class GroupPool:
         except MemoryError:  # others have taken it: rows leave instead
             self.most_slots = num_slots
 
-    def retrieve(self, dedup: OwnerDedup, batch: ResidentBatch, first_in_flight: int) -> None:
+    def retrieve(self, dedup: TouchedKeys, batch: ResidentBatch, first_in_flight: int) -> None:
         """Makes the rows of a batch resident, and adds them to it."""
         swap = _Swap(self, dedup, batch.number, first_in_flight)
         if swap.num_arriving > 0:
@@ -266,7 +279,7 @@ class GroupPool:
 class _Swap:
     """See Swap. Missing keys of a batch that take the place of others."""
 
-    def __init__(self, pool: GroupPool, dedup: OwnerDedup, batch: int, first_in_flight: int) -> None:
+    def __init__(self, pool: GroupPool, dedup: TouchedKeys, batch: int, first_in_flight: int) -> None:
         self.use = pool.index.use(dedup.table_offsets, dedup.keys, batch, pool.memory.empty_list)
         self.num_arriving = len(self.use.missing_keys)
         self.stretches: list[_SwapStretch] = []

@@ -9,6 +9,8 @@ from nestpipe.embedding.optim import SGD, RowOptimizer, check_row_optimizer
 from nestpipe.store import HostStore, Store, TableSpec
 from nestpipe.store.init import Distribution, Normal
 
+PLACEMENTS = ("sharded", "replicated")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -26,12 +28,26 @@ class Table:
     """True if rows are never updated; a key that was not imported keeps its initial row."""
     dtype: torch.dtype = torch.float32
     max_rows: int | None = None
+    placement: str = "sharded"
+    """"sharded" if each row is on one rank. "replicated" if every rank keeps all rows, which then never travel: for
+    small tables of which most batches use most keys. The result is the same, bit for bit."""
 
     def __post_init__(self) -> None:
         self.spec(seed=0)
         check_row_optimizer(self.optimizer, self.dim)
+        self._check_placement()
         if self.num_keys is not None and self.num_keys < 1:
             raise ValueError(f"table {self.name!r}: num_keys is {self.num_keys}, must be at least 1")
+
+    def _check_placement(self) -> None:
+        where = f"table {self.name!r}: placement"
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"{where} is {self.placement!r}, must be one of {', '.join(map(repr, PLACEMENTS))}")
+        if self.placement == "replicated" and not self.frozen and not self.optimizer.updates_in_parts:
+            raise ValueError(
+                f'{where} "replicated" needs a row optimizer that treats each row alone; if '
+                f"{type(self.optimizer).__name__} does, set can_update_in_parts = True in its class"
+            )
 
     def spec(self, seed: int) -> TableSpec:
         """Returns the table as the store needs it."""

@@ -18,6 +18,7 @@ from nestpipe.embedding.batch_rows import BatchRows
 from nestpipe.embedding.exchange import make_exchange
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.replica_store import with_replicas
 from nestpipe.embedding.resident import Residence
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.embedding.table import Feature, make_store, tables_of
@@ -26,8 +27,8 @@ from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import LATE_STEPS, NonFiniteError, late_error
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.options import PipelineOptions
-from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE, operations
-from nestpipe.pipelining.setup import can_cross, make_budget, pool_of
+from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE
+from nestpipe.pipelining.setup import can_cross, make_budget, operations_of, pool_of
 from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
@@ -106,17 +107,17 @@ class Pipeline:
         """Whether rows and gradients are exchanged across batches."""
         self.budget = make_budget(world, options, schedule, memory, self.crosses_batches)
         """Device memory of the embedding part; None without device_budget_bytes."""
-        residence: Residence = BatchRows(self.store, memory)
+        store = with_replicas(self.store, self.groups, world, None if self.pool is None else self.pool.store)
+        residence: Residence = BatchRows(store, memory)
         if options.schedule in OVERLAPPING:
-            residence = self.pool = pool_of(world, options, self.groups, self.store, memory, self.pool)
+            residence = self.pool = pool_of(world, options, self.groups, store, memory, self.pool)
         else:
             self.pool = None
         kind = StaleStages if options.stale else Stages
-        parts = self.groups, self._reader, self.store, world, exchange, memory, residence
+        parts = self.groups, self._reader, store, world, exchange, memory, residence
         self.stages = kind(*parts, options, steps, self.budget, self.crosses_batches)
         self.last_stage = LAST_STAGE[schedule]
-        crossing = {"cross_batch": self.crosses_batches, "has_issuer": world.issuer is not None}
-        operation_list = operations(schedule, options.num_micro_batches, steps, **crossing)
+        operation_list = operations_of(world, options, self.groups, schedule, steps, self.crosses_batches)
         # In host memory nothing is uploaded, and in a world of one nothing is routed: no thread is worth its cost.
         shared = {"upload": "input"} if memory.is_host else {}
         shared |= {"route": shared.get("upload", "upload")} if exchange.size == 1 else {}
@@ -138,6 +139,7 @@ class Pipeline:
             "begin": stages.begin,
             "send_rows": stages.send_rows,
             "return_gradients": stages.return_gradients,
+            "share_sums": stages.share_sums,
             "sum_gradients": stages.sum_gradients,
             "return_late_gradients": stages.return_late_gradients,
             "late_update": stages.late_update,

@@ -9,8 +9,9 @@ from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.exchange import Exchange
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Marks, Plan
+from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.resident import Residence
-from nestpipe.embedding.route import OwnerDedup, Route
+from nestpipe.embedding.route import Route
 from nestpipe.pipelining.batch_state import Routed
 from nestpipe.pipelining.options import PipelineOptions
 
@@ -42,8 +43,8 @@ class Planner:
         has_late, num_threads = self._options.late_gradients, self._options.num_threads
         return self._exchange.compare(before.route, route, has_late, num_threads)
 
-    def plan(self, route: Route, crossing: Crossing | None, in_flight: list[Sequence[OwnerDedup]]) -> Routed:
-        """Plans a batch and adds slots for it. in_flight: owned keys of earlier batches whose slots must stay."""
+    def plan(self, route: Route, crossing: Crossing | None, in_flight: list[Sequence[TouchedKeys]]) -> Routed:
+        """Plans a batch and adds slots for it. in_flight: keys of earlier batches whose slots must stay."""
         early = None
         if crossing is not None:
             early, route = crossing.early, replace(route, key_bytes=route.key_bytes + crossing.num_bytes)
@@ -66,14 +67,14 @@ class Planner:
             routed.plan.returns = returns = self._memory.upload(returns)
             embedding_memory.add_all(returns)
 
-    def _make_room(self, routed: Routed, in_flight: list[Sequence[OwnerDedup]]) -> None:
+    def _make_room(self, routed: Routed, in_flight: list[Sequence[TouchedKeys]]) -> None:
         """Adds slots for the batch. Raises on all ranks if it exceeds a limit of one; no slot was added for it then."""
         is_bounded = self._budget is not None or self._residence.is_limited
         if not routed.route.is_step:
             if is_bounded:
                 self._exchange.agree(None)
             return
-        growth = self._residence.growth(in_flight, routed.route.owner_dedups)
+        growth = self._residence.growth(in_flight, routed.route.touched)
         if is_bounded:
             error = growth.error
             if error is None and self._budget is not None:

@@ -38,7 +38,7 @@ class RowUpdate:
         for rows, optimizer, sums in zip(groups, self.optimizers, gradients, strict=True):
             if sums is None:
                 continue
-            values, slots = sums.values, rows.slots
+            values, slots = sums.values if sums.everywhere is None else sums.everywhere, rows.slots
             if isinstance(self.scale, Tensor) or self.scale != 1.0:
                 values = values * self.scale
             if sums.keys is not None:

@@ -32,6 +32,8 @@ does not need are returned then. b, b+1 and b-1 have their rows resident; digits
 return_gradients waits for route b+1, which tells which gradients are late. If one thread issues all collectives, all of
 its later operations wait for retrieve b+1, too; so send_early_rows comes half-way through the micro-batches instead.
 
+With replicated tables, share_sums follows the last return_gradients on its lane, and sum_gradients waits for it.
+
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
 """
@@ -67,10 +69,12 @@ def operations(
     *,
     cross_batch: bool = False,
     has_issuer: bool = False,
+    has_replicas: bool = False,
 ) -> Iterator[Op]:
     """Yields the operations of an endless run, in the order in which they are issued.
 
-    cross_batch: nested exchanges across batches, too. has_issuer: one thread issues all collectives.
+    cross_batch: nested exchanges across batches, too. has_issuer: one thread issues all collectives. has_replicas:
+    owners send the gradients of replicated tables to all ranks.
 
     A run of `steps` steps must not pull more batches than it trains. It needs more than `steps` batches only if some do
     not count as steps. So each further batch is pulled only after the one before it was routed.
@@ -79,11 +83,23 @@ def operations(
         raise ValueError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
     crosses = cross_batch and schedule in CROSSING
     endless = _across(num_micro_batches, has_issuer) if crosses else _SCHEDULES[schedule].operations(num_micro_batches)
-    for op in endless:
+    for op in _with_shares(endless) if has_replicas else endless:
         if op.stage == "prefetch" and steps is not None and op.batch >= max(steps, 1):
             yield replace(op, waits_for=(*op.waits_for, ("route", op.batch - 1, -1)))
         else:
             yield op
+
+
+def _with_shares(operations: Iterator[Op]) -> Iterator[Op]:
+    """Adds share_sums between the gradients' return and their sum. Nothing else waits for it."""
+    lane = COMPUTE
+    for op in operations:
+        if op.stage == "return_gradients":
+            lane = op.lane
+        if op.stage == "reduce":
+            yield Op("share_sums", lane, op.batch)
+        shared = ("share_sums", op.batch, -1)
+        yield replace(op, waits_for=(*op.waits_for, shared)) if op.stage == "sum_gradients" else op
 
 
 Window = Callable[[int, int], Iterator[Op]]

@@ -1,5 +1,6 @@
 """What a pipeline needs, by its options and its world."""
 
+from collections.abc import Iterator
 from warnings import warn
 
 from nestpipe.distributed import World
@@ -9,8 +10,39 @@ from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.pipelining.options import PipelineOptions
-from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED
-from nestpipe.store import Store
+from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op, operations
+from nestpipe.store.interface import RowStore
+
+
+def operations_of(
+    world: World, options: PipelineOptions, features: FeatureGroups, schedule: str, steps: int | None, crosses: bool
+) -> Iterator[Op]:
+    """Returns the operations of a pipeline. crosses: rows and gradients are exchanged across batches."""
+    return operations(
+        schedule,
+        options.num_micro_batches,
+        steps,
+        cross_batch=crosses,
+        has_issuer=world.issuer is not None,
+        has_replicas=_has_replicas(world, options, features),
+    )
+
+
+def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroups) -> bool:
+    """Returns whether gradients of replicated tables travel. Refuses options that do not combine with such tables."""
+    names = [name for group in features.groups if group.is_replicated for name in group.names]
+    if not names:
+        return False
+    if options.device_budget_bytes is not None:
+        raise ValueError(
+            f"memory.device_budget_bytes does not count the rows of replicated tables ({', '.join(names)}); leave it "
+            'unset, or set placement = "sharded"'
+        )
+    if options.stale:
+        raise ValueError(
+            f'pipeline.stale does not combine with replicated tables ({", ".join(names)}); set placement = "sharded"'
+        )
+    return world.size > 1 and any(group.is_replicated and not group.frozen for group in features.groups)
 
 
 def can_cross(world: World, options: PipelineOptions) -> bool:
@@ -45,7 +77,12 @@ def make_budget(
 
 
 def pool_of(
-    world: World, options: PipelineOptions, features: FeatureGroups, store: Store, memory: Memory, pool: RowPool | None
+    world: World,
+    options: PipelineOptions,
+    features: FeatureGroups,
+    store: RowStore,
+    memory: Memory,
+    pool: RowPool | None,
 ) -> RowPool:
     """Returns the row pool of a store: that of an earlier pipeline, or a new one."""
     if pool is not None and pool.store is store:

@@ -36,6 +36,7 @@ _STAGES = (
     Stage("send_rows", "rows", "exposed_exchange_ms", "owners to requesters", "busy_exchange_ms", True, True),
     Stage("dense", COMPUTE, "dense_ms", "forward and backward of a micro-batch, and the dense optimizer"),
     Stage("return_gradients", "gradients", "exposed_exchange_ms", "back to owners", "busy_exchange_ms", True, True),
+    Stage("share_sums", "gradients", "exposed_exchange_ms", "those of replicated rows", "busy_exchange_ms", True, True),
     Stage("reduce", COMPUTE, "exposed_reduce_ms", "sums dense gradients over ranks"),
     Stage("commit", COMPUTE, "exposed_reduce_ms", "all ranks agree whether the step counts"),
     Stage("sum_gradients", COMPUTE, "row_update_ms", "the owner adds up what all requesters returned"),

@@ -19,8 +19,9 @@ from nestpipe.embedding.exchange import BatchExchange, Exchange
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.packed import PackedBatch
+from nestpipe.embedding.replica import TouchedKeys
+from nestpipe.embedding.replica_store import ReplicaStore
 from nestpipe.embedding.resident import Residence
-from nestpipe.embedding.route import OwnerDedup
 from nestpipe.pipelining.batch_state import (
     Applied,
     BatchState,
@@ -36,6 +37,7 @@ from nestpipe.pipelining.row_update import RowUpdate
 from nestpipe.pipelining.schedule import OVERLAPPING, Op
 from nestpipe.pipelining.stage import COMPUTE
 from nestpipe.store import Store, Writer
+from nestpipe.store.interface import RowStore
 
 
 class Stages:
@@ -46,7 +48,7 @@ class Stages:
         self,
         features: FeatureGroups,
         batches: Iterator[Batch],
-        store: Store,
+        store: Store | ReplicaStore,
         world: World,
         exchange: Exchange,
         memory: Memory,
@@ -60,7 +62,7 @@ class Stages:
         self._features = features
         self._batches = batches
         self._store = store
-        self._writer: Writer | Store = store
+        self._writer: Writer | RowStore = store
         self._world = world
         self._exchange = exchange
         self._memory = memory
@@ -84,10 +86,14 @@ class Stages:
         return self._states.setdefault(number, BatchState(number))
 
     def open(self) -> None:
-        """Makes this the only writer of the store, from before the first operation until `close`."""
-        if not isinstance(self._writer, Writer):
-            self._writer = self._store.open_writer()
-            self._residence.open(self._writer)
+        """Makes this the only writer of the store, from before the first operation until `close`. All ranks call it."""
+        if isinstance(self._writer, Writer):
+            return
+        self._writer = self._store.open_writer()
+        self._residence.open(self._writer)
+        if isinstance(self._store, ReplicaStore):  # other writers may have changed rows of any owner
+            self._residence.forget_replicas()
+            self._store.refresh()
 
     @property
     def is_open(self) -> bool:
@@ -154,12 +160,12 @@ class Stages:
         routed = before.routed if before is not None else None
         return routed if routed is not None and routed.route.is_step else None
 
-    def _in_flight_before(self, number: int) -> list[Sequence[OwnerDedup]]:
+    def _in_flight_before(self, number: int) -> list[Sequence[TouchedKeys]]:
         """Returns the owned keys of earlier batches whose slots must stay while this one becomes resident. With late
         gradients the batch before last may not be complete."""
         numbers = range(number - (2 if self._crosses else 1), number)
         states = [state for i in numbers if (state := self._states.get(i)) is not None]
-        return [state.routed.route.owner_dedups for state in states if state.is_step and state.routed is not None]
+        return [state.routed.route.touched for state in states if state.is_step and state.routed is not None]
 
     def retrieve(self, op: Op) -> None:
         """Makes the owned rows of a batch resident."""
@@ -168,7 +174,7 @@ class Stages:
             return
         assert state.routed is not None
         try:
-            batch = self._residence.retrieve(state.routed.route.owner_dedups)
+            batch = self._residence.retrieve(state.routed.route.touched)
             state.resident = Resident(batch, self._residence.room_error(batch))
         except Exception as error:  # no memory, for example
             state.error = error
@@ -225,6 +231,12 @@ class Stages:
         if training is not None and exchange is not None:
             exchange.return_gradients(op.micro_batch, training.gradients.pop(op.micro_batch, []))
 
+    def share_sums(self, op: Op) -> None:
+        """Sends the sums of gradients of replicated tables from the owners of their keys to all ranks."""
+        exchange = self._exchange_of(op)
+        if exchange is not None:
+            exchange.share_sums()
+
     def record_outcome(self, state: BatchState, loss: Tensor, non_finite: Tensor) -> None:
         """Keeps the outcome of a step on the device. From the first step that is not finite, masks updates of rows."""
         assert state.training is not None
@@ -238,7 +250,8 @@ class Stages:
             state.training.sums = exchange.sum_gradients()
 
     def update(self, state: BatchState, number: int, scale: float | Tensor, is_masked: Tensor | None) -> None:
-        """Applies the row optimizer once to each owned key, even if its gradient is zero."""
+        """Applies the row optimizer once to each owned key, and each key of a replicated table, even if its gradient is
+        zero."""
         training, resident = state.training, state.resident
         assert training is not None
         assert resident is not None

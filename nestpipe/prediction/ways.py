@@ -34,11 +34,15 @@ def all_ways(num_groups: int) -> tuple[Way, ...]:
     )
 
 
-def operations_of(way: Way, num_micro_batches: int, num_workers: int, has_issuer: bool = False) -> Iterator[Op]:
+def operations_of(
+    way: Way, num_micro_batches: int, num_workers: int, has_issuer: bool = False, has_replicas: bool = False
+) -> Iterator[Op]:
     """Yields the operations of an endless run, with what the user's loop does between them on the compute lane: the
-    dense optimizer after commit, and other work at the end of a step. has_issuer: one thread issues all exchanges."""
+    dense optimizer after commit, and other work at the end of a step. has_issuer: one thread issues all exchanges.
+    has_replicas: some tables are replicated."""
     schedule = WITHOUT_EXCHANGE.get(way.schedule, way.schedule) if num_workers == 1 else way.schedule
-    for op in operations(schedule, num_micro_batches, cross_batch=way.cross_batch, has_issuer=has_issuer):
+    kinds = {"cross_batch": way.cross_batch, "has_issuer": has_issuer, "has_replicas": has_replicas and num_workers > 1}
+    for op in operations(schedule, num_micro_batches, **kinds):
         yield op
         if op.stage == "commit":
             yield Op("dense", COMPUTE, op.batch)

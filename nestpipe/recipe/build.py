@@ -190,6 +190,7 @@ def _table(config: Config, section: TableSection, optimizer: RowOptimizer) -> Ta
         num_keys=section.num_keys,
         frozen=section.frozen,
         max_rows=section.max_rows,
+        placement=section.placement,
     )
 
 

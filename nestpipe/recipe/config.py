@@ -12,6 +12,7 @@ from nestpipe.embedding.capacity import CHOICES as RESIDENT_CHOICES
 from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.plan import WINDOWS
+from nestpipe.embedding.table import PLACEMENTS
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.recipe.key import Key, args_key, key
@@ -124,6 +125,7 @@ class TableSection:
         None, "largest number of rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS
     )
     frozen: bool = key(False, "do not update the rows")
+    placement: str = key("sharded", "each row on one rank, or all rows on every rank", choices=PLACEMENTS)
 
 
 @dataclass(frozen=True)
@@ -194,15 +196,12 @@ class ExchangeSection:
     )
     row_dtype: str | None = key(
         None,
-        "form of rows in messages; not set: that of the table; others round",
+        "form of rows in messages; not set: the table's; others round",
         choices=tuple(ROUNDING),
         option="row_dtype",
     )
     gradient_dtype: str | None = key(
-        None,
-        "form of gradients in messages; not set: that of the table; others round",
-        choices=tuple(ROUNDING),
-        option="gradient_dtype",
+        None, "form of gradients in messages, likewise", choices=tuple(ROUNDING), option="gradient_dtype"
     )
 
 

@@ -35,6 +35,7 @@ SHORT = {"send_rows": "rows", "return_gradients": "gradients"}
 KIND_OF = {
     **dict.fromkeys(("prefetch", "upload", "route", "retrieve", "write_back"), "lookup"),
     **dict.fromkeys(("begin", "send_early_rows", "send_rows", "return_gradients", "return_late_gradients"), "exchange"),
+    "share_sums": "exchange",
     **dict.fromkeys(("sum_gradients", "update", "late_update"), "update"),
     **dict.fromkeys(("reduce", "commit"), "reduce"),
     "dense": "dense",

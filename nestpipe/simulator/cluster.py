@@ -24,6 +24,9 @@ class BatchSection:
 
     samples: int = key(512, "samples", at_least=1)
     keys: int = key(200_000, "distinct keys", at_least=1)
+    replicated_keys: int = key(
+        0, "distinct keys of replicated tables in the global batch, in addition; each worker uses all", at_least=0
+    )
     owned_share: float = key(
         0.5, "distinct keys that a worker owns of the global batch, relative to `keys`: workers share keys", above=0
     )
@@ -165,6 +168,11 @@ class Cluster:
 
     def _message_bytes(self, name: str | None) -> int:
         return self.batch.dim * self.batch.bytes_per_number if name is None else ROUNDING[name].bytes_of(self.batch.dim)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a row's sum of gradients, in a message from its owner."""
+        return self.batch.dim * self.batch.bytes_per_number
 
     @property
     def record_bytes(self) -> int:

@@ -67,7 +67,8 @@ def _upload(case: Case, op: Op) -> Work:
 
 
 def _route(case: Case, op: Op) -> Work:
-    exchange = _all_to_all(case, case.cluster.batch.keys * KEY_BYTES)
+    batch = case.cluster.batch  # keys of replicated tables go to their owners, and from there to all
+    exchange = _all_to_all(case, (batch.keys + 2 * batch.replicated_keys) * KEY_BYTES)
     if case.crosses_batches:
         exchange += _all_to_all(case, case.cluster.batch.keys * REPLY_BYTES)
     return _collective(exchange, case.by_workers("route_ms") * _planned(case))
@@ -95,10 +96,15 @@ def _send_rows(case: Case, op: Op) -> Work:
 
 
 def _return_gradients(case: Case, op: Op) -> Work:
-    parts = _parts(case, -1, case.cluster.batch.tail_share)
+    parts = all_parts = _parts(case, -1, case.cluster.batch.tail_share)
     if case.crosses_batches:
         parts = _first_uses_left(case, parts, case.cluster.overlap.urgent)
-    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _gradient_bytes(case)))
+    replicated = float(all_parts[op.micro_batch]) * case.cluster.batch.replicated_keys * case.cluster.gradient_bytes
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _gradient_bytes(case) + replicated))
+
+
+def _share_sums(case: Case, op: Op) -> Work:
+    return _collective(_all_to_all(case, case.cluster.batch.replicated_keys * case.cluster.sum_bytes))
 
 
 def _send_early_rows(case: Case, op: Op) -> Work:
@@ -151,6 +157,7 @@ STAGE_COSTS: Mapping[str, Callable[[Case, Op], Work]] = {
     "send_rows": _send_rows,
     "dense": _dense,
     "return_gradients": _return_gradients,
+    "share_sums": _share_sums,
     "reduce": _reduce,
     "commit": _commit,
     "sum_gradients": _nothing,  # counted in update

@@ -44,6 +44,11 @@ class Fitted:
     has_issuer: bool = False
     """One thread issued all exchanges of rows."""
 
+    @property
+    def has_replicas(self) -> bool:
+        """Returns whether some tables were replicated."""
+        return ("share_sums", -1) in self.stages
+
 
 def fit(times: TraceTimes) -> Fitted:
     """Returns the costs that a trace shows. What no span covers counts as other work at the end of a step."""
@@ -174,7 +179,7 @@ def predict(
     hits = hit_rate if way.schedule in OVERLAPPING and fitted.way.schedule not in OVERLAPPING else 0.0
     return sum_up(
         play(
-            operations_of(way, num_micro_batches, fitted.num_ranks, fitted.has_issuer),
+            operations_of(way, num_micro_batches, fitted.num_ranks, fitted.has_issuer, fitted.has_replicas),
             costs_of(fitted, way, num_micro_batches, hits, overlap),
             SKIPPED + CYCLES * max(len(times) for times in fitted.stages.values()),
             fitted.num_ranks,

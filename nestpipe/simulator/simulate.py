@@ -31,7 +31,7 @@ def play_case(cluster: Cluster, num_workers: int, way: Way, traced: range = rang
     jitter = Jitter(cluster.jitter, cluster.run.seed, num_workers)
     played_workers = max(1, len(traced)) if jitter.is_none else num_workers
     has_issuer = cluster.network.has_issuer
-    operations = operations_of(way, num, num_workers, has_issuer)
+    operations = operations_of(way, num, num_workers, has_issuer, cluster.batch.replicated_keys > 0)
     return play(
         operations, costs_on(case), cluster.run.steps, played_workers, jitter, traced=traced, has_issuer=has_issuer
     )

@@ -119,35 +119,18 @@ class MemoryReport:
     """Address space: an upper bound on physical memory."""
 
 
-class Store(Protocol):
-    """The interface of HostStore and of its oracle, DictStore. A call that raises has changed nothing."""
+class RowStore(Protocol):
+    """The part of a store that training uses. A call that raises has changed nothing."""
 
-    num_threads: int
-    """Threads that a bulk call may use."""
-    num_snapshots: int
-    """Snapshots that were begun so far."""
+    @property
+    def num_threads(self) -> int:
+        """Threads that a bulk call may use."""
 
     @property
     def num_writes(self) -> int:
         """Number of calls so far that may have changed a row: scatter, scatter_tables, erase and import_piece, and
         those of writers. A call is counted before it writes. One that raises counts, too, unless it was refused because
         a writer is open. Equal numbers at two moments mean that no row changed in between."""
-
-    def create_table(self, spec: TableSpec) -> None: ...
-
-    def spec(self, table: str) -> TableSpec: ...
-
-    def size(self, table: str) -> int: ...
-
-    def reserve(self, table: str, num_rows: int) -> None: ...
-
-    def gather(
-        self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
-    ) -> Gathered:
-        """Returns copies of records. Never inserts: a missing key gets its initial row and state, and `found` False."""
-
-    def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
-        """Writes records and inserts missing keys. If a key occurs twice, its last record stays."""
 
     def gather_tables(
         self,
@@ -185,6 +168,30 @@ class Store(Protocol):
     def open_writer(self) -> Writer:
         """Returns the only writer of the store. Until it is closed, scatter, scatter_tables, erase and import_piece
         raise."""
+
+
+class Store(RowStore, Protocol):
+    """The interface of HostStore and of its oracle, DictStore."""
+
+    num_threads: int
+    num_snapshots: int
+    """Snapshots that were begun so far."""
+
+    def create_table(self, spec: TableSpec) -> None: ...
+
+    def spec(self, table: str) -> TableSpec: ...
+
+    def size(self, table: str) -> int: ...
+
+    def reserve(self, table: str, num_rows: int) -> None: ...
+
+    def gather(
+        self, table: str, keys: Tensor, *, out: Tensor | None = None, rows_only: bool = False, with_steps: bool = False
+    ) -> Gathered:
+        """Returns copies of records. Never inserts: a missing key gets its initial row and state, and `found` False."""
+
+    def scatter(self, table: str, keys: Tensor, records: Tensor, step: int) -> None:
+        """Writes records and inserts missing keys. If a key occurs twice, its last record stays."""
 
     def find(self, table: str, keys: Tensor) -> Tensor: ...
 

@@ -19,11 +19,11 @@ from nestpipe.embedding.plan import (
     GroupReturns,
     TravelList,
     _lay_out,
-    _rows_of_positions,
     make_plan,
     message_unit,
     plan_returns,
 )
+from nestpipe.embedding.replica import by_table
 from tests.embedding.planned_ranks import (
     FEATURES,
     WINDOWS,
@@ -48,12 +48,12 @@ def test_requesters_and_owners_agree(world: World, window: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(world=worlds(), size=st.sampled_from([2, 3, 1536]))
 def test_rows_of_a_single_micro_batch(world: World, size: int) -> None:
-    """Rows are ordered by table, positions by owner. Fails if by_table of _rows_of_positions sums counts by owner."""
+    """Rows are ordered by table, positions by owner. Fails if first_by_owner of by_table sums counts by owner."""
     for batch in world.batches:
         for dedup in dedup_batch(FEATURES, batch, 1, size).groups:
             expected = torch.empty_like(dedup.row_positions)
             expected[dedup.row_positions] = torch.arange(len(expected))
-            assert torch.equal(_rows_of_positions(dedup.counts.numpy()), expected)
+            assert torch.equal(by_table(dedup.counts.numpy()), expected)
 
 
 @settings(max_examples=20, deadline=None)

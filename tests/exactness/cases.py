@@ -57,12 +57,15 @@ class Case:
     """Method of clustering."""
     dtype: torch.dtype = torch.float64
     """dtype of the tables; the dense model is float64."""
+    replicated: tuple[str, ...] = ()
+    """Tables that every rank has."""
 
 
 def features_of(case: Case) -> dict[str, Feature]:
     make = (OPTIMIZERS | SLOW_DECAY)[case.optimizer]
-    item = Table("item", 5, init=init.Normal(0.3), optimizer=make(), dtype=case.dtype)
-    tag = Table("tag", 3, init=init.Uniform(-1, 1), optimizer=make(), dtype=case.dtype, num_keys=NUM_KEYS)
+    places = {name: "replicated" if name in case.replicated else "sharded" for name in ("item", "tag")}
+    item = Table("item", 5, init.Normal(0.3), make(), dtype=case.dtype, placement=places["item"])
+    tag = Table("tag", 3, init.Uniform(-1, 1), make(), NUM_KEYS, dtype=case.dtype, placement=places["tag"])
     if case.layout == "pooled_sum":
         return {"items": Pooled(item, "sum"), "tags": Pooled(tag, "sum", padding_key=-7)}
     if case.layout == "pooled_mean":

@@ -17,7 +17,8 @@ from nestpipe.pipelining import NonFiniteError
 from nestpipe.train.fit_result import FitResult
 from nestpipe.train.trainer import Trainer
 from tests.exactness.cases import OPTIMIZERS, Case, global_batches, make_trainer, on_ranks, share_of, train
-from tests.exactness.test_e1_bit_identical import digests, train_some
+from tests.exactness.test_e1_bit_identical import STREAMS, digests, train_some
+from tests.exactness.test_e5_replicated import differing, runs_of
 
 CASES = [
     (1, Case("adam", "shared", 4, steps=8)),
@@ -38,6 +39,11 @@ def test_hostile_streams(device: str, size: int, optimizer: str) -> None:
     for rank_results in on_ranks(size, train_some, optimizer, 1, device=device):
         for stream, results in rank_results:
             assert len(set(results)) == 1, stream
+
+
+def test_replicated_tables(device: str) -> None:
+    for wrong in on_ranks(2, differing, runs_of(STREAMS[::3]), device=device):
+        assert wrong == []
 
 
 @pytest.mark.parametrize("layout", ["pooled_sum", "pooled_mean", "sequence", "shared"])

@@ -193,6 +193,23 @@ def test_across_batches_drawn_by_hand() -> None:
         assert list(islice(operations(schedule, 2, cross_batch=True), 60)) == list(plain)
 
 
+def test_replicated_tables() -> None:
+    """Sums are shared on the lane of the gradients, after all of them; what follows waits for nothing else. Fails if
+    _with_shares lets nothing wait, or shares on another lane."""
+    for schedule, lane in [("serial", COMPUTE), ("inter", COMPUTE), ("intra", "gradients"), ("nested", "gradients")]:
+        ops = list(islice(operations(schedule, 2, cross_batch=True, has_replicas=True), 100))
+        plain = [op for op in ops if op.stage not in ("share_sums", "sum_gradients")]
+        without = islice(operations(schedule, 2, cross_batch=True), 100)
+        assert plain == [op for op in without if op.stage != "sum_gradients"][: len(plain)]
+        names = [op.name for op in ops]
+        for op in ops:
+            if op.stage == "share_sums":
+                assert op == Op("share_sums", lane, op.batch)
+                assert names[names.index(op.name) - 1][:2] == ("return_gradients", op.batch)
+            if op.stage == "sum_gradients":
+                assert op.waits_for == (("share_sums", op.batch, -1),)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_an_issuer_sends_early_rows_half_way(num_micro_batches: int) -> None:
     """It waits for their retrieve, which must not delay gradients that could be returned. Fails if _across ignores

@@ -38,12 +38,20 @@ def settings(path: Path, schedule: str) -> tuple[str, ...]:
     return *QUICK, *saves, f"train.steps={STEPS}", f"pipeline.schedule={schedule}", "pipeline.num_micro_batches=2"
 
 
-def train(world: World, path: Path, schedule: str) -> tuple[str, int]:
-    summary = run(load_config(None, settings(path, schedule)).resolved(1, 1), world)
+def train(world: World, path: Path, schedule: str, recipe: Path | None = None) -> tuple[str, int]:
+    summary = run(load_config(recipe, settings(path, schedule)).resolved(1, 1), world)
     return summary["digest"], summary["resumed_from_step"]
 
 
-def train_until_killed(world: World, path: Path, schedule: str, moment: str, number: int, killed_rank: int) -> None:
+def train_until_killed(
+    world: World,
+    path: Path,
+    schedule: str,
+    moment: str,
+    number: int,
+    killed_rank: int,
+    recipe: Path | None = None,
+) -> None:
     """Kills this process at a call of the function of a moment, or after a step."""
     left = number
 
@@ -66,7 +74,7 @@ def train_until_killed(world: World, path: Path, schedule: str, moment: str, num
             return original(*arguments, **options)
 
         setattr(owner, name, counting)
-    run(load_config(None, settings(path, schedule)).resolved(1, 1), world, after_step)
+    run(load_config(recipe, settings(path, schedule)).resolved(1, 1), world, after_step)
 
 
 def start_and_wait(size: int, *arguments: object) -> bool:
@@ -109,6 +117,30 @@ def check(size: int, schedule: str, moment: str, number: int, killed_rank: int, 
 def test_started_again(size: int, moment: str, number: int, killed_rank: int, tmp_path: Path) -> None:
     """The newest complete checkpoint is the one that the run goes on from: no step before it is lost."""
     check(size, "nested", moment, number, killed_rank, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement"),
+    [
+        ("nested", "sharded"),
+        pytest.param("nested", "replicated", marks=pytest.mark.slow),
+        pytest.param("serial", "sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_started_again_with_another_placement(schedule: str, placement: str, tmp_path: Path) -> None:
+    """A run with replicated tables is killed. Fails if "tables.placement" is missing in _FREE_KEYS."""
+    first, second = (tmp_path / name for name in ("first.toml", "second.toml"))
+    for recipe, place in ((first, "replicated"), (second, placement)):
+        tables = (f'[[tables]]\nname = "{name}"\nplacement = "{place}"\n' for name in ("c10", "c21"))
+        recipe.write_text("".join(tables))
+    path = tmp_path / "out"
+    assert start_and_wait(2, path, schedule, "a step", 5, 1, first)
+    step = newest(path)
+    assert step > 0
+    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", schedule)}
+    resumed = ranks.run_ranks(2, train, path, schedule, second)
+    assert {digest for digest, _ in resumed} == digests
+    assert {resumed_from for _, resumed_from in resumed} == {step}
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:

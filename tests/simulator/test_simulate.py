@@ -190,6 +190,27 @@ def test_with_resend_the_first_use_of_a_row_crosses() -> None:
     assert cost(Op("send_rows", "rows", 1, 0)).transfer_ms / whole == pytest.approx((1.5 - 0.6) / 5)
 
 
+def test_replicated_tables() -> None:
+    """Their gradients travel twice, to owners and as sums to all ranks, and their rows not at all. Fails if
+    _return_gradients or _share_sums leaves them out, or if the list has no share_sums."""
+    with_replicas = changed(QUIET, "batch", replicated_keys=100_000, gradient_dtype="bfloat16")
+    ways = [Case(changed(QUIET, "batch", gradient_dtype="bfloat16"), 64, NESTED, 4), Case(with_replicas, 64, NESTED, 4)]
+    plain, replicated = map(costs_on, ways)
+
+    def ratio(stage: str) -> float:
+        ops = [Op(stage, "lane", 1, i) for i in range(4)]
+        return sum(replicated(op).transfer_ms for op in ops) / sum(plain(op).transfer_ms for op in ops)
+
+    assert ratio("send_rows") == 1
+    assert ratio("return_gradients") == pytest.approx(1.5)
+    shared, gradients = (replicated(Op(stage, "gradients", 1, 0)) for stage in ("share_sums", "return_gradients"))
+    assert shared.transfer_ms == pytest.approx(gradients.transfer_ms * 2 * 4 / 3)  # 100,000 float32, 300,000 / 4 halves
+    fewer = changed(with_replicas, "batch", replicated_keys=1)
+    added = [by_way(cluster, 64)["serial", 64]["exposed_exchange_ms"] for cluster in (with_replicas, fewer)]
+    sent = replicated(Op("return_gradients", "gradients", 1, 0)).transfer_ms * 4 / 3
+    assert added[0] - added[1] == pytest.approx(sent + shared.transfer_ms, rel=1e-3)
+
+
 def test_head_and_tail_shares() -> None:
     cluster = changed(QUIET, "batch", head_share=0.1, tail_share=0.3)
     cost = costs_on(Case(cluster, 64, NESTED, 4))

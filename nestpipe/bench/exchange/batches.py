@@ -1,4 +1,5 @@
-"""Batches of `bench exchange`: skewed keys, so that ranks share many of them."""
+"""Batches of `bench exchange`: skewed keys of a large table, so that ranks share many of them, and keys of small hot
+tables, all of which every rank uses."""
 
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import torch
 from nestpipe.bench.harness.keys import zipf_ranks
 from nestpipe.bench.network.loop import FEATURE, SEED
 from nestpipe.data.batch import Batch, Jagged
+from nestpipe.embedding.optim import Adagrad
+from nestpipe.embedding.table import Feature, Pooled, Table
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,20 @@ class Size:
     """Of a rank's batch."""
     num_batches: int = 3
     num_rounds: int = 5
+    num_small_tables: int = 8
+    rows_of_a_small_table: int = 1_000
+    small_keys_a_sample: int = 20
+    """Keys of a sample in each small table."""
 
 
-QUICK = Size(batch_size=32, num_keys=5_000, num_occurrences=600, num_batches=2, num_rounds=2)
+QUICK = Size(
+    batch_size=32,
+    num_keys=5_000,
+    num_occurrences=600,
+    num_batches=2,
+    num_rounds=2,
+    rows_of_a_small_table=60,
+)
 
 
 def make_batches(size: Size, rank: int) -> list[Batch]:
@@ -37,3 +51,25 @@ def _batch(size: Size, random: np.random.Generator) -> Batch:
     offsets = torch.from_numpy(np.concatenate([[0], bounds, [len(keys)]]))
     share = offsets.diff().double() / len(keys)
     return Batch({FEATURE: Jagged(keys, offsets)}, {"label": torch.zeros(size.batch_size), "share": share})
+
+
+def small_tables(size: Size, placement: str) -> dict[str, Feature]:
+    """Returns a feature for each of the small tables."""
+    names = [f"small{number}" for number in range(size.num_small_tables)]
+    tables = [Table(name, size.dim, optimizer=Adagrad(0.01), placement=placement) for name in names]
+    return {table.name: Pooled(table) for table in tables}
+
+
+def make_small_batches(size: Size, rank: int) -> list[Batch]:
+    """Makes a rank's batches of the small tables: keys are uniform, so that a batch has nearly all of them."""
+    return [_small_batch(size, np.random.default_rng([SEED, number, rank])) for number in range(size.num_batches)]
+
+
+def _small_batch(size: Size, random: np.random.Generator) -> Batch:
+    per_sample, number = size.small_keys_a_sample, size.batch_size
+    offsets = torch.arange(0, number * per_sample + 1, per_sample)
+    keys = {
+        name: Jagged(torch.from_numpy(random.integers(0, size.rows_of_a_small_table, number * per_sample)), offsets)
+        for name in small_tables(size, "sharded")
+    }
+    return Batch(keys, {"label": torch.zeros(number), "share": torch.full((number,), 1 / number, dtype=torch.float64)})

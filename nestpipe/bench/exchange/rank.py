@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from nestpipe.bench.exchange.batches import QUICK, Size, make_batches
+from nestpipe.bench.exchange.batches import QUICK, Size, make_batches, make_small_batches, small_tables
 from nestpipe.bench.harness.pairs import alternate, spread
-from nestpipe.bench.harness.ways import Values, Way, medians
+from nestpipe.bench.harness.ways import EXCHANGED, Values, Way, medians
 from nestpipe.bench.network.loop import SEED, Loop, Paced, make_features
 from nestpipe.bench.network.loop import Size as LoopSize
+from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
 from nestpipe.embedding.exchange.rounding import ROUNDING
+from nestpipe.embedding.table import PLACEMENTS, Feature
 
 Record = dict[str, int | float | str | bool]
-Options = Mapping[str, Any]
-"""Options of the pipeline."""
+Variant = tuple[dict[str, Feature], Mapping[str, Any]]
+"""Features, and options of the pipeline."""
 
 WAY = Way("nested", 1, cross_batch=True)
 PACE = 0.5
@@ -46,34 +48,66 @@ class Bench:
 
     def __init__(self, size: Size, world: World) -> None:
         self._size, self._world = size, world
-        self._batches = make_batches(size, world.rank)
 
     def records(self) -> Iterator[Record]:
         yield from self._forms()
+        yield from self._placements()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
         names = (None, *(name for name in ROUNDING if name != "float32"))
-        rounds = self._measured({str(name): {"row_dtype": name, "gradient_dtype": name} for name in names})
-        plain = rounds["None"]
+        features, batches = make_features(self._size.dim), make_batches(self._size, self._world.rank)
+        variants = {str(name): (features, {"row_dtype": name, "gradient_dtype": name}) for name in names}
+        rounds = self._measured(variants, batches)
         for name in names:
-            record = self._record("forms", rounds[str(name)], plain) | {"row_dtype": name or "float32"}
-            yield record | {"gradient_dtype": name or "float32"}
+            mine, plain = rounds[str(name)], rounds["None"]
+            pairs = list(zip(mine, plain, strict=True))
+            row_ratio, gradient_ratio = (
+                statistics.median(m[field] / p[field] for m, p in pairs) for field in EXCHANGED[:2]
+            )
+            yield {
+                **self._record("forms", mine),
+                "keys_per_rank": self._size.num_occurrences,
+                "row_bytes_vs_float32": row_ratio,
+                "gradient_bytes_vs_float32": gradient_ratio,
+                **spread("speed_vs_float32", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+                "row_dtype": name or "float32",
+                "gradient_dtype": name or "float32",
+            }
 
-    def _measured(self, ways: Mapping[str, Options]) -> Mapping[str, Sequence[Values]]:
-        """Returns the rounds of each way. Dense compute is paced by the exchange without any option."""
+    def _placements(self) -> Iterator[Record]:
+        """Yields a record for each placement of small hot tables. All bytes to other ranks count, keys included."""
+        size = self._size
+        variants: dict[str, Variant] = {placement: (small_tables(size, placement), {}) for placement in PLACEMENTS}
+        rounds = self._measured(variants, make_small_batches(size, self._world.rank))
+        for placement in PLACEMENTS:
+            mine, plain = rounds[placement], rounds["sharded"]
+            pairs = list(zip(mine, plain, strict=True))
+            bytes_of = [tuple(sum(values[field] for field in EXCHANGED) for values in pair) for pair in pairs]
+            yield {
+                **self._record("placements", mine),
+                "tables": size.num_small_tables,
+                "rows_of_a_table": size.rows_of_a_small_table,
+                "keys_per_rank": size.num_small_tables * size.batch_size * size.small_keys_a_sample,
+                "placement": placement,
+                "link_bytes_vs_sharded": statistics.median(m / p for m, p in bytes_of),
+                **spread("speed_vs_sharded", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+            }
+
+    def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:
+        """Returns the rounds of each variant. Dense compute is paced by serial's exchange of the first one."""
         sizes = LoopSize(batch_size=self._size.batch_size, dim=self._size.dim)
-        features, parts = make_features(self._size.dim), (self._batches, self._world, 1)
 
-        def loop_of(way: Way, options: Options) -> Loop:
-            loop = Loop(way, Paced(sizes), features, *parts, **options)
+        def loop_of(way: Way, features: dict[str, Feature], options: Mapping[str, Any]) -> Loop:
+            loop = Loop(way, Paced(sizes), features, batches, self._world, 1, **options)
             loop.turn(self._size.num_batches)  # creates every row and touches all memory
             return loop
 
-        serial = loop_of(Way("serial", 1), {})
+        first = next(iter(variants.values()))
+        serial = loop_of(Way("serial", 1), *first)
         times = [serial.turn(self._size.num_batches)["exposed_exchange_ms"] for _ in range(3)]
         serial.close()
-        loops = {name: loop_of(WAY, options) for name, options in ways.items()}
+        loops = {name: loop_of(WAY, *variant) for name, variant in variants.items()}
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = PACE * statistics.median(times)
@@ -85,11 +119,7 @@ class Bench:
         gc.collect()  # their stores need the memory of the next ones
         return rounds
 
-    def _record(self, part: str, mine: Sequence[Values], plain: Sequence[Values]) -> Record:
-        """plain: the same rounds without any option."""
-        pairs = list(zip(mine, plain, strict=True))
-        fields = ("exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
-        row_ratio, gradient_ratio = (statistics.median(m[field] / p[field] for m, p in pairs) for field in fields)
+    def _record(self, part: str, mine: Sequence[Values]) -> Record:
         return {
             "part": part,
             "ranks": self._world.size,
@@ -99,13 +129,9 @@ class Bench:
             "cross_batch": WAY.cross_batch,
             "dim": self._size.dim,
             "batch_size": self._size.batch_size,
-            "keys_per_rank": self._size.num_occurrences,
             "num_rounds": self._size.num_rounds,
             "seed": SEED,
             **medians(mine),
-            "row_bytes_vs_float32": row_ratio,
-            "gradient_bytes_vs_float32": gradient_ratio,
-            **spread("speed_vs_float32", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
         }
 
 

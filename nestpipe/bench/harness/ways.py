@@ -17,7 +17,8 @@ from nestpipe.recipe.summary import STEP_FIELDS, step_value
 Values = Mapping[str, float]
 """Milliseconds or bytes per step, by field: means of one way in one round."""
 
-FIELDS = (*STEP_FIELDS, "exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step")
+EXCHANGED = ("exchanged_row_bytes_per_step", "exchanged_gradient_bytes_per_step", "exchanged_key_bytes_per_step")
+FIELDS = (*STEP_FIELDS, *EXCHANGED)
 EXCHANGES = ("send_rows_ms", "return_gradients_ms")
 """Time of the compute lane in the row exchange and the gradient return, or waiting for them."""
 SLOWEST_RANK_FIELDS = ("step_ms", "unattributed_ms")

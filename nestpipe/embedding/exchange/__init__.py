@@ -33,6 +33,8 @@ class RowGradients:
     """[n, dim]"""
     keys: Tensor | None = None
     """[n] indices of the owned keys; None if these are all keys, in order."""
+    everywhere: Tensor | None = None
+    """[m, dim] of a replicated group: the sums of all owners, in order of the touched keys."""
 
 
 class BatchExchange(Protocol):
@@ -60,6 +62,10 @@ class BatchExchange(Protocol):
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""
+
+    def share_sums(self) -> None:
+        """Sums the gradients of replicated tables that all ranks returned, and sends the sums of each owner to all
+        ranks."""
 
     def sum_gradients(self) -> list[RowGradients | None]:
         """Returns the sums of the gradients that all ranks returned, but for late ones; None for a frozen group."""

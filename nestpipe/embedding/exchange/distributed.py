@@ -16,7 +16,7 @@ from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import RowGradients
-from nestpipe.embedding.exchange.codec import EXACT, Codecs
+from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import (
@@ -29,6 +29,7 @@ from nestpipe.embedding.plan import (
     make_plan,
     plan_returns,
     plan_sends,
+    plan_shares,
 )
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
@@ -60,7 +61,8 @@ class DistributedExchange:
         if early is None and has_returns:
             return make_plan(route, window, rank, row_bytes, self._codecs.gradients.row_bytes)
         sends = plan_sends(route, window, rank, row_bytes, early)
-        return Plan(window, sends, self.plan_returns(route, window, None) if has_returns else None)
+        returns = self.plan_returns(route, window, None) if has_returns else None
+        return Plan(window, sends, returns, plan_shares(route, rank))
 
     def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
         return plan_returns(route, window, self._route.rank, self._codecs.gradients.row_bytes, late)
@@ -120,6 +122,8 @@ class DistributedBatch:
         """Rows that were written ahead, by part."""
         self._collected: list[Tensor | None] = []
         """Requester: arrays from which gradients were sent last, by group; None for a frozen group."""
+        self._shared: dict[int, RowGradients] = {}
+        """Sums of replicated groups, by group."""
 
     @property
     def row_bytes(self) -> int:
@@ -127,7 +131,8 @@ class DistributedBatch:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(self._returns.gradients_out.row_bytes)
+        shares = self._plan.shares
+        return sum(self._returns.gradients_out.row_bytes) + (sum(shares.sums_out.row_bytes) if shares else 0)
 
     def send_early_rows(self) -> None:
         self._send(0, 0)
@@ -240,6 +245,32 @@ class DistributedBatch:
     def _add_to_entries(self, g: int, entries: Tensor, rows: Tensor) -> None:
         self._memory.add_rows(self._entries_of(g), entries, rows, None, torch.inf, None)
 
+    def share_sums(self) -> None:
+        shares = self._plan.shares
+        if shares is None:
+            return
+        use_here(*self._entries.values())
+        message = self._memory.empty_message(shares.sums_out.num_bytes[0])
+        targets: dict[int, Tensor] = {}
+        for g, lists in shares.groups.items():
+            own = self._memory.sum_rows(self._entries_of(g), self._returns.groups[g].sums.entries)
+            num_rows = len(lists.rows_in.places)
+            targets[g] = self._memory.empty_rows(num_rows, lists.group.dim, lists.group.dtype)
+            self._shared[g] = RowGradients(own, None, targets[g])
+            PLAIN.write(self._memory, own, lists.rows_out.others(0), message, lists.rows_out.in_message(0))
+        outgoing = Outgoing(message, self._memory.sealed(message))
+
+        def meanwhile() -> None:
+            for g, lists in shares.groups.items():
+                places = lists.rows_out.own(0), lists.rows_in.own(0)
+                self._memory.copy_rows(self._shared[g].values, places[0], targets[g], places[1])
+
+        sizes = shares.sums_out, shares.sums_in
+        with self._exchanged(self._gradients_channel, outgoing, *sizes, 0, meanwhile) as received:
+            for g, lists in shares.groups.items():
+                in_message, places = lists.rows_in.in_message(0), lists.rows_in.others(0)
+                PLAIN.read(self._memory, received, in_message, targets[g], places)
+
     def sum_gradients(self) -> list[RowGradients | None]:
         return self._sums([lists.sums for lists in self._returns.groups])
 
@@ -248,10 +279,13 @@ class DistributedBatch:
 
     def _sums(self, sums: Sequence[KeySums | None]) -> list[RowGradients | None]:
         use_here(*self._entries.values())
+        use_here(*(tensor for shared in self._shared.values() for tensor in (shared.values, shared.everywhere)))
         gradients: list[RowGradients | None] = []
         for g, (lists, keys) in enumerate(zip(self._returns.groups, sums, strict=True)):
             if lists.group.frozen or keys is None:
                 gradients.append(None)
+            elif g in self._shared:
+                gradients.append(self._shared[g])
             else:
                 gradients.append(RowGradients(self._memory.sum_rows(self._entries_of(g), keys.entries), keys.keys))
         return gradients

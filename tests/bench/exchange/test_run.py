@@ -25,11 +25,17 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @needs_hosts
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored."""
-    forms = [record for record in records_of("link", tmp_path) if record["part"] == "forms"]
+    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, or if owners
+    send no sums."""
+    records = records_of("link", tmp_path)
+    forms = [record for record in records if record["part"] == "forms"]
     expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
     for field in ("row_bytes_vs_float32", "gradient_bytes_vs_float32"):
         assert {record["row_dtype"]: record[field] for record in forms} == expected
+    placements = {record["placement"]: record for record in records if record["part"] == "placements"}
+    assert placements["sharded"]["link_bytes_vs_sharded"] == 1
+    assert placements["replicated"]["exchanged_row_bytes_per_step"] == 0
+    assert 0.9 < placements["replicated"]["link_bytes_vs_sharded"] <= 1.05
 
 
 @pytest.mark.slow
