@@ -86,6 +86,7 @@ class BatchRows:
             assert isinstance(self._writer, Writer)
             keys = group.names, rows.table_offsets, rows.keys
             self._writer.update_tables(*keys, update.optimizer, update.gradient, step)
+            rows.stored_update = None  # the batch is kept for a while; its gradient is not needed any more
             return
 
         def scatter(records: Tensor, stretch: slice, places: Tensor | None) -> None:

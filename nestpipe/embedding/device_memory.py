@@ -24,7 +24,7 @@ from nestpipe.embedding.host_link import HostLink
 from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch, pack_batch
-from nestpipe.embedding.plan import message_unit
+from nestpipe.embedding.travel import message_unit
 from nestpipe.kernels.rows import copy as row_kernels
 from nestpipe.kernels.rows.pinned import keep_alive_until
 from nestpipe.kernels.rows.segments import Segments, sum_segments

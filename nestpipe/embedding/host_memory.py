@@ -16,8 +16,8 @@ from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch
-from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.recycler import recycled
+from nestpipe.embedding.travel import message_unit
 from nestpipe.kernels.rows.segments import Segments
 from nestpipe.store.native import row_ops
 

@@ -128,6 +128,11 @@ class _ReplicaWriter(Writer):
         self._store = store
         self._writer = writer
 
+    @property
+    def can_update(self) -> bool:
+        """Returns False: a record that is replicated changes in two places."""
+        return False
+
     def scatter_tables(
         self,
         tables: Sequence[str],

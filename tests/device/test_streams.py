@@ -7,7 +7,7 @@ import torch
 from nestpipe import World
 from nestpipe.device.streams import Streams, default_device, device_of_rank, full_device, mark, use_here, wait_for
 from nestpipe.device.transfer import download, upload, uploaded
-from nestpipe.embedding.plan import TravelList
+from nestpipe.embedding.travel import TravelList
 
 CPU = torch.device("cpu")
 

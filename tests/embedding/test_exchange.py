@@ -1,6 +1,6 @@
 """Rows of tables of any width and dtype in one message, in memory of both kinds, also through host memory.
 
-Fails if _lay_out does not begin a group's rows at a multiple of 16 bytes (float64 behind an odd number of float32), if
+Fails if lay_out does not begin a group's rows at a multiple of 16 bytes (float64 behind an odd number of float32), if
 DistributedBatch.send_rows writes ahead another micro-batch than the next one, or if DeviceMemory reads a message's
 places as numbers of rows.
 """

@@ -21,8 +21,8 @@ from nestpipe.embedding.host_memory import HostMemory
 from nestpipe.embedding.memory import Memory, memory_on
 from nestpipe.embedding.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from nestpipe.embedding.packed import PackedBatch
-from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.table import Pooled, Sequence, Table
+from nestpipe.embedding.travel import message_unit
 from nestpipe.kernels.rows.segments import Segments, make_segments
 
 CPU = torch.device("cpu")

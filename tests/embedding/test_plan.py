@@ -2,7 +2,7 @@
 
 All ranks of a small world route and plan in threads of this process; then their plans are compared. Fails, for example,
 if _group_returns lists gradients with the "first" micro-batch, if _by_row does not turn positions into rows of a single
-micro-batch, if _lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a row.
+micro-batch, if lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a row.
 """
 
 from dataclasses import replace
@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nestpipe.embedding.dedup import dedup_batch
-from nestpipe.embedding.plan import (
-    GroupReturns,
-    TravelList,
-    _lay_out,
-    make_plan,
-    message_unit,
-    plan_returns,
-)
+from nestpipe.embedding.plan import GroupReturns, make_plan, plan_returns
 from nestpipe.embedding.replica import by_table
+from nestpipe.embedding.travel import TravelList, lay_out, message_unit
 from tests.embedding.planned_ranks import (
     FEATURES,
     WINDOWS,
@@ -74,7 +68,8 @@ def test_gradients_take_the_way_of_rows_back(world: World) -> None:
             continue
         trained = [g for g, owner in enumerate(route.owner_dedups) if not owner.group.frozen]
         batch = replace(route.batch, groups=[route.batch.groups[g] for g in trained])
-        route = replace(route, batch=batch, owner_dedups=[route.owner_dedups[g] for g in trained])
+        lists = [[of_groups[g] for g in trained] for of_groups in (route.owner_dedups, route.replicas)]
+        route = replace(route, batch=batch, owner_dedups=lists[0], replicas=lists[1])
         plan = make_plan(route, "once", number, lambda group: group.row_bytes)
         expected = plan_returns(route, "once", number, lambda group: group.row_bytes)
         assert plan.returns is not None
@@ -105,7 +100,7 @@ def travel_list(counts: list[list[int]]) -> TravelList:
 def test_a_message_by_hand() -> None:
     """Two micro-batches among three ranks; rows of 12, 40 and 4 bytes. Rank 1 sends nothing to itself."""
     counts = [[[1, 0, 3], [0, 0, 0]], [[2, 0, 0], [0, 0, 1]], [[0, 0, 5], [1, 0, 0]]]
-    sizes, (first, second, third) = _lay_out([travel_list(group_counts) for group_counts in counts], [12, 40, 4])
+    sizes, (first, second, third) = lay_out([travel_list(group_counts) for group_counts in counts], [12, 40, 4])
     assert sizes.sizes == [[16 + 80 + 0, 0, 48 + 0 + 32], [16, 0, 48]]
     assert sizes.row_bytes == [(12 + 80 + 0) + (36 + 0 + 20), 4 + 40]
     assert sizes.num_bytes == [176, 64]
@@ -126,5 +121,5 @@ def test_a_message_by_hand() -> None:
 def test_rows_without_gaps_need_no_places(row_bytes: int, is_in_order: bool) -> None:
     """Rows of one group that fill 16 bytes are contiguous in their message. Fails if _with_message_places takes padded
     rows for contiguous."""
-    _, (travel,) = _lay_out([travel_list([[3, 0, 2], [0, 0, 1]])], [row_bytes])
+    _, (travel,) = lay_out([travel_list([[3, 0, 2], [0, 0, 1]])], [row_bytes])
     assert (travel.in_message(0) is None) == is_in_order

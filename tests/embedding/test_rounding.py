@@ -14,8 +14,8 @@ from nestpipe.embedding.exchange.codec import PLAIN, Codecs
 from nestpipe.embedding.exchange.rounding import ROUNDING, codec_of
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.host_memory import HostMemory
-from nestpipe.embedding.plan import message_unit
 from nestpipe.embedding.table import Pooled, Table
+from nestpipe.embedding.travel import message_unit
 
 DTYPES = (torch.float32, torch.float64)
 FORMULAS = {

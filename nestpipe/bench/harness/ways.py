@@ -10,7 +10,7 @@ from nestpipe.bench.harness.pairs import spread
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import BY_KEYS
 from nestpipe.embedding.dedup import RequesterDedup
-from nestpipe.embedding.plan import TravelList
+from nestpipe.embedding.travel import TravelList
 from nestpipe.pipelining.step_times import StepTimes
 from nestpipe.recipe.summary import STEP_FIELDS, step_value
 

@@ -19,20 +19,10 @@ from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import (
-    KeySums,
-    Marks,
-    MessageSizes,
-    Plan,
-    Returns,
-    TravelList,
-    make_plan,
-    plan_returns,
-    plan_sends,
-    plan_shares,
-)
+from nestpipe.embedding.plan import KeySums, Marks, Plan, Returns, make_plan, plan_returns, plan_sends, plan_shares
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
+from nestpipe.embedding.travel import MessageSizes, TravelList
 
 
 class DistributedExchange:
