@@ -12,6 +12,7 @@ from nestpipe import Batch, Pooled, Sequence, Table, Trainer, World
 from nestpipe.data import Jagged
 from nestpipe.distributed import RankError
 from nestpipe.embedding.cluster import Clustering
+from nestpipe.embedding.exchange import codec
 from nestpipe.embedding.optim import Adagrad, RowWiseAdagrad
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.store import group_by_owner
@@ -57,10 +58,10 @@ def batch_of(num_samples: int, seed: int) -> Batch:
     return Batch(keys, {"age": torch.zeros(num_samples, 2)})
 
 
-def needed_and_held(world: World, runs: list[tuple[str, int, str]]) -> list[tuple[int, int]]:
+def needed_and_held(world: World, runs: list[tuple[str, int, str]], **more) -> list[tuple[int, int]]:
     results = []
     for run in runs:
-        trainer = make_trainer(world, *run, device_budget_bytes=PLENTY)
+        trainer = make_trainer(world, *run, device_budget_bytes=PLENTY, **more)
         result = trainer.fit([batch_of(300, seed * world.size + world.rank) for seed in range(4)])
         assert result.device_bytes is not None
         results.append((result.device_bytes.total, result.peak_device_bytes))
@@ -75,6 +76,20 @@ TOGETHER += [(schedule, 8, "resend") for schedule in SCHEDULES]
 @pytest.mark.parametrize(("size", "runs"), [(1, ALONE), (2, TOGETHER)])
 def test_within_15_percent_of_the_peak(size: int, runs: list[tuple[str, int, str]]) -> None:
     for results in on_ranks(size, needed_and_held, runs):
+        for run, (needed, held) in zip(runs, results, strict=True):
+            assert 0.85 < needed / held < 1.15, f"{run}: {needed} by the formula, {held} held"
+
+
+def rounded(world: World, runs: list[tuple[str, int, str]]) -> list[tuple[int, int]]:
+    codec.CHUNK_BYTES = 1 << 14  # as small next to these batches as it is next to real ones
+    return needed_and_held(world, runs, row_dtype="bfloat16", gradient_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_codecs_need_little_more(size: int) -> None:
+    """Fails if Codec.copy makes one message of all rows."""
+    runs = [("serial", 1, "once"), ("nested", 8, "once")]
+    for results in run_ranks(size, rounded, runs):
         for run, (needed, held) in zip(runs, results, strict=True):
             assert 0.85 < needed / held < 1.15, f"{run}: {needed} by the formula, {held} held"
 

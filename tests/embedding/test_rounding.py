@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nestpipe import PipelineOptions
-from nestpipe.embedding.exchange import rounding
 from nestpipe.embedding.exchange.codec import PLAIN, Codecs
 from nestpipe.embedding.exchange.rounding import ROUNDING, codec_of
 from nestpipe.embedding.group import group_features
@@ -47,7 +46,7 @@ def rows_of(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
 def test_messages_have_what_the_formula_says(
     name: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounding, "CHUNK_BYTES", 5 * dim * dtype.itemsize)  # 5 rows
+    monkeypatch.setattr("nestpipe.embedding.exchange.codec.CHUNK_BYTES", 5 * dim * dtype.itemsize)  # 5 rows
     codec, memory, rows = ROUNDING[name], HostMemory(), rows_of(23, dim, dtype)
     (group,) = group_features({"a": Pooled(Table("a", dim, dtype=dtype))}).groups
     width, expected = codec.row_bytes(group), FORMULAS[name](rows)

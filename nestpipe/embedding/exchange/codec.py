@@ -5,6 +5,7 @@ codec too, so that the result does not depend on which rank owns a row, and all 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 
+CHUNK_BYTES = 8 << 20
+"""Bytes of rows that are encoded at a time."""
+
 
 class Codec(ABC):
-    """Writes rows into messages and reads them. Gradients have the form of rows."""
+    """Writes rows into messages and reads them, each row by itself. Gradients have the form of rows."""
 
     @abstractmethod
     def row_bytes(self, group: TableGroup) -> int:
@@ -46,11 +50,25 @@ class Codec(ABC):
         target: Tensor,
         to_places: Tensor | None,
     ) -> None:
-        """Copies rows that stay on this rank, as if they had travelled; see Memory.copy_rows."""
+        """Copies rows that stay on this rank, as if they had travelled; see Memory.copy_rows. Source and target may be
+        the same array, if the places are the same, too."""
         num_rows = len(source if from_places is None else from_places)
-        message = memory.empty_rows(1, num_rows * self.row_bytes(group), torch.uint8).flatten()
-        self.write(memory, source, from_places, message, None)
-        self.read(memory, message, None, target, to_places)
+        for chunk in chunks(num_rows, source):  # so that the whole of a message is never needed
+            size = (chunk.stop - chunk.start) * self.row_bytes(group)
+            message = memory.empty_rows(1, size, torch.uint8).flatten()
+            self.write(memory, *_of_chunk(source, from_places, chunk), message, None)
+            self.read(memory, message, None, *_of_chunk(target, to_places, chunk))
+
+
+def chunks(num_rows: int, rows: Tensor) -> Iterator[slice]:
+    """Yields chunks of rows like these."""
+    step = max(1, CHUNK_BYTES // max(1, rows.shape[1] * rows.itemsize))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _of_chunk(rows: Tensor, places: Tensor | None, chunk: slice) -> tuple[Tensor, Tensor | None]:
+    return (rows[chunk], None) if places is None else (rows, places[chunk])
 
 
 class Plain(Codec):

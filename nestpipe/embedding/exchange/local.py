@@ -129,6 +129,7 @@ class LocalBatch:
         sums, codec, group = self._sums[g], self._codecs.gradients, self._groups[g][0].group
         if codec is PLAIN:
             return sums
-        coded = self._memory.empty_rows(len(sums), group.dim, group.dtype)
+        # The gradient of an only micro-batch belongs to autograd.
+        coded = sums if self._is_split else self._memory.empty_rows(len(sums), group.dim, group.dtype)
         codec.copy(self._memory, group, sums, None, coded, None)
         return coded

@@ -5,17 +5,13 @@ they need in addition to the message is small.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from nestpipe.embedding.exchange.codec import PLAIN, Codec
+from nestpipe.embedding.exchange.codec import PLAIN, Codec, chunks
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
-
-CHUNK_BYTES = 8 << 20
-"""Bytes of rows that are encoded at a time."""
 
 _WORD = 4
 """Encoded rows are whole words, and are copied as rows of float32: memory handles no others."""
@@ -52,7 +48,7 @@ class Rounding(Codec):
             PLAIN.write(memory, rows, places, message, message_places)
             return
         dim = rows.shape[1]
-        for chunk in _chunks(len(rows if places is None else places), rows):
+        for chunk in chunks(len(rows if places is None else places), rows):
             gathered = rows[chunk]
             if places is not None:
                 gathered = memory.empty_rows(chunk.stop - chunk.start, dim, rows.dtype)
@@ -68,7 +64,7 @@ class Rounding(Codec):
             PLAIN.read(memory, message, message_places, rows, places)
             return
         dim = rows.shape[1]
-        for chunk in _chunks(len(rows if places is None else places), rows):
+        for chunk in chunks(len(rows if places is None else places), rows):
             encoded = memory.empty_rows(chunk.stop - chunk.start, self._words(dim), torch.float32)
             memory.read_message(*self._part(message, message_places, chunk, dim), encoded, None)
             decoded = self._decode(encoded, dim, rows.dtype)
@@ -146,9 +142,3 @@ def codec_of(name: str | Codec | None) -> Codec:
     if name is None:
         return PLAIN
     return ROUNDING[name] if isinstance(name, str) else name
-
-
-def _chunks(num_rows: int, rows: Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK_BYTES // max(1, rows.shape[1] * rows.itemsize))
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
