@@ -23,6 +23,11 @@ Sum = Future[tuple[Tensor, Mark]]
 LATE_STEPS = 2
 """Steps after which the host reads the outcome of a step on a device."""
 
+REMEDY = (
+    "Lower the learning rate, clip gradients, or look for bad inputs in this batch. In a form with fewer bytes "
+    "(exchange.gradient_dtype), numbers may be too large sooner: in float16 above 65,504"
+)
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or gradient was not finite. Nothing of that step was applied to rows."""
@@ -32,8 +37,7 @@ def late_error(number: int) -> NonFiniteError:
     """Returns the error for a step that was not finite on a device, while the host went on."""
     return NonFiniteError(
         f"step {number}: a loss or a gradient is not finite on some rank; no row was changed by this step or after it, "
-        "but the dense parameters were: go on from a checkpoint. Lower the learning rate, clip gradients, or look for "
-        "bad inputs in this batch"
+        f"but the dense parameters were: go on from a checkpoint. {REMEDY}"
     )
 
 
@@ -94,7 +98,7 @@ class _HostAgreement:
             raise self._world.watch.agreed(
                 NonFiniteError(
                     f"step {self._ballot.step}: a loss or a gradient is not finite on some rank; nothing of this step "
-                    "was applied. Lower the learning rate, clip gradients, or look for bad inputs in this batch"
+                    f"was applied. {REMEDY}"
                 )
             )
         return sums[2], sums[3:], any_non_finite

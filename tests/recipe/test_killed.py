@@ -128,16 +128,18 @@ def test_started_again(size: int, moment: str, number: int, killed_rank: int, tm
     ],
 )
 def test_started_again_with_another_placement(schedule: str, placement: str, tmp_path: Path) -> None:
-    """A run with replicated tables is killed. Fails if "tables.placement" is missing in _FREE_KEYS."""
+    """A run with replicated tables and rounded messages is killed. Fails if "tables.placement" is missing in _FREE_KEYS,
+    or if a resumed run does not pass its row_dtype to the exchange."""
     first, second = (tmp_path / name for name in ("first.toml", "second.toml"))
     for recipe, place in ((first, "replicated"), (second, placement)):
         tables = (f'[[tables]]\nname = "{name}"\nplacement = "{place}"\n' for name in ("c10", "c21"))
-        recipe.write_text("".join(tables))
+        exchange = '[exchange]\nrow_dtype = "bfloat16"\ngradient_dtype = "int8"\n'
+        recipe.write_text(exchange + "".join(tables))
     path = tmp_path / "out"
     assert start_and_wait(2, path, schedule, "a step", 5, 1, first)
     step = newest(path)
     assert step > 0
-    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", schedule)}
+    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", schedule, second)}
     resumed = ranks.run_ranks(2, train, path, schedule, second)
     assert {digest for digest, _ in resumed} == digests
     assert {resumed_from for _, resumed_from in resumed} == {step}
