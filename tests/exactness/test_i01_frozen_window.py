@@ -9,21 +9,28 @@ writes to the resident rows (`self._groups[g][1].records += 1`), or if Stages.su
 import hashlib
 
 import pytest
+import torch
 
 from nestpipe import World
 from nestpipe.embedding.read import HOST
 from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.schedule import SCHEDULES, Op
 from nestpipe.pipelining.stages import Stages
+from nestpipe.store.interface import RowStore
 from tests.exactness.cases import Case, SmallModel, features_of, global_batches, make_pipeline, on_ranks, share_of
 
 
-def hash_of(state: BatchState) -> str:
-    """Returns a hash of the resident rows and their row state."""
+def hash_of(state: BatchState, store: RowStore) -> str:
+    """Returns a hash of the resident rows and their row state, and of the stored ones if these are updated instead."""
     assert state.resident is not None
     sha = hashlib.sha256()
     for rows in state.resident.groups:
-        sha.update(rows.copied(HOST).numpy().tobytes())
+        records = rows.copied(HOST)
+        sha.update(records.numpy().tobytes())
+        if rows.can_update_stored:
+            stored = torch.empty_like(records)
+            store.gather_tables(rows.group.names, rows.table_offsets, rows.keys, stored, None)
+            sha.update(stored.numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -39,9 +46,9 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
             state, inside = self.state(op.batch), seen.setdefault(op.batch, [])
             if state.resident is None:  # beyond the last batch
                 return
-            inside.append(hash_of(state))
+            inside.append(hash_of(state, self._store))
             exchange(self, op)
-            inside.append(hash_of(state))
+            inside.append(hash_of(state, self._store))
 
         return observe
 
@@ -51,18 +58,18 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
             patch.setattr(Stages, stage, observed(getattr(Stages, stage)))
         with make_pipeline(world, case, share_of(global_batches(case.steps), world)) as pipeline:
             for step in pipeline:
-                inside = [hash_of(step.state)]
+                inside = [hash_of(step.state, pipeline.store)]
                 for micro_batch in step:
-                    inside.append(hash_of(step.state))
+                    inside.append(hash_of(step.state, pipeline.store))
                     (model(micro_batch.embeddings, micro_batch.inputs) / step.weight).backward()
-                    inside.append(hash_of(step.state))
+                    inside.append(hash_of(step.state, pipeline.store))
                 step.commit()
                 if not pipeline.crosses_batches:  # else gradients of keys that the next batch does not need come later
                     step.gradients()
-                inside.append(hash_of(step.state))
+                inside.append(hash_of(step.state, pipeline.store))
                 inside += seen.pop(step.state.number)
                 step.update_rows()
-                results.append((inside, hash_of(step.state)))
+                results.append((inside, hash_of(step.state, pipeline.store)))
     return results
 
 

@@ -13,7 +13,6 @@ from nestpipe import Batch, Jagged, Sequence, Table, World, init
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.optim import RowOptimizer
-from nestpipe.pipelining import pipeline as pipeline_module
 from nestpipe.pipelining.pipeline import Pipeline
 from nestpipe.pipelining.schedule import OVERLAPPING, SCHEDULES, operations
 from nestpipe.store.native.slot_ops import SlotIndex
@@ -150,6 +149,6 @@ def swapped(*arguments, **options):
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 def test_swapping_write_back_and_retrieve_fails(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows I12 too: what b - 1 has changed is not known yet, so its slots must not be evicted."""
-    monkeypatch.setattr(pipeline_module, "operations", swapped)
+    monkeypatch.setattr("nestpipe.pipelining.setup.operations", swapped)
     with pytest.raises(ValueError, match="only 0 are free or may be evicted"):
         are_right("disjoint", 1, schedule=schedule)

@@ -128,8 +128,8 @@ def test_started_again(size: int, moment: str, number: int, killed_rank: int, tm
     ],
 )
 def test_started_again_with_another_placement(schedule: str, placement: str, tmp_path: Path) -> None:
-    """A run with replicated tables and rounded messages is killed. Fails if "tables.placement" is missing in _FREE_KEYS,
-    or if a resumed run does not pass its row_dtype to the exchange."""
+    """A run with replicated tables and rounded messages is killed. Fails if "tables.placement" is missing in
+    _FREE_KEYS, or if a resumed run does not pass its row_dtype to the exchange."""
     first, second = (tmp_path / name for name in ("first.toml", "second.toml"))
     for recipe, place in ((first, "replicated"), (second, placement)):
         tables = (f'[[tables]]\nname = "{name}"\nplacement = "{place}"\n' for name in ("c10", "c21"))
