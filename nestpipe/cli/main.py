@@ -10,6 +10,7 @@ from nestpipe.cli.checkpoint import app as checkpoint_app
 from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.list import list_entries
+from nestpipe.cli.plan import plan
 from nestpipe.cli.report import report
 from nestpipe.cli.simulate import simulate
 from nestpipe.cli.train import train
@@ -24,6 +25,7 @@ app.command()(evaluate)
 app.command(name="list")(list_entries)
 app.command()(report)
 app.command()(simulate)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
