@@ -43,9 +43,14 @@ ALLOWED = {
     },
     "report": set(),
     "simulator": {"recipe", "report", "prediction", "pipelining", "embedding"},
+    "sizing": {
+        *("simulator", "prediction", "recipe", "train", "pipelining", "embedding", "data", "device", "distributed"),
+        "store",
+    },
     "cli": {
         *(
             "bench",
+            "sizing",
             "simulator",
             "prediction",
             "recipe",

@@ -7,7 +7,7 @@ import numpy as np
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.choose import CANDIDATES, MARGIN
 from nestpipe.prediction.result import Result, sum_up
-from nestpipe.prediction.split_costs import BACKWARD, FORWARD
+from nestpipe.prediction.split_costs import BACKWARD, FORWARD, play_split, predict_step_ms
 from nestpipe.prediction.ways import CROSSING, way_named
 from nestpipe.recipe.config import AUTO, Config
 from nestpipe.simulator.cluster import (
@@ -75,8 +75,11 @@ def cluster_of(case: Case, num_micro_batches: int, gb_per_second: float | None) 
     owned_share = case.num_owned / max(1.0, case.num_keys)
     record_bytes = max(1.0, case.num_keys * case.record_bytes)
 
+    # Lanes take cores from each other, so work takes longer than the serial steps of the trial show.
+    factor = predict_step_ms(trial.costs, num_micro_batches) / play_split(trial.costs, num_micro_batches).step_ms
+
     def measured(stage: str) -> float:
-        return float(np.mean(trial.costs.stages[stage].at(num_micro_batches)))
+        return factor * float(np.mean(trial.costs.stages[stage].at(num_micro_batches)))
 
     def rate(stage: str) -> float:
         """Returns gigabytes of records a second. A rank alone owns all keys of its batch."""
@@ -114,8 +117,8 @@ def cluster_of(case: Case, num_micro_batches: int, gb_per_second: float | None) 
         ByWorkersSection(dedup_ms=tuple(max(0.0, ms - planned.dedup_ms[0]) for ms in planned.dedup_ms)),
         network,
         DenseSection(
-            ms=float(np.mean(trial.costs.dense_ms(1))),
-            split_ms=float(sum(np.mean(line.added_ms) for line in dense)),
+            ms=factor * float(np.mean(trial.costs.dense_ms(1))),
+            split_ms=factor * float(sum(np.mean(line.added_ms) for line in dense)),
             optimizer_ms=trial.optimizer_ms,
             parameters_mb=trial.parameter_bytes / 1e6,
             row_update_ms=owned_share * (measured("sum_gradients") + measured("update")),
