@@ -73,7 +73,7 @@ def plan(
     case = Case(
         trial=trial,
         keys=key_growth(dataset, features, trial.batch_size, num_workers),
-        tables=_tables(config, this_run, num_workers, rows or {}),
+        tables=table_sizes(config, this_run, num_workers, rows or {}),
         num_workers=num_workers,
         resident_bytes=memory.resident_bytes if isinstance(memory.resident_bytes, int) else None,
         device_budget_bytes=memory.device_budget_bytes,
@@ -90,15 +90,17 @@ def plan(
     )
 
 
-def _tables(config: Config, this_run: Run, num_workers: int, given: Mapping[str, int]) -> tuple[TableSize, ...]:
+def table_sizes(config: Config, this_run: Run, num_workers: int, given: Mapping[str, int]) -> tuple[TableSize, ...]:
+    """Returns the tables, with the rows that are given, or those of max_rows, or as many as the data has keys."""
     tables = this_run.trainer.tables
     names = tuple(table.name for table in tables)
     for name in given:
         if name not in names:
             remedy = suggestion(name, names) or f"; there are {', '.join(names)}"
             raise ConfigError(f"--rows names {name!r}, which is no table of the recipe{remedy}")
+    most_rows = {section.name: section.max_rows for section in config.tables if section.max_rows is not None}
     counted: Mapping[str, RowCount] = {}
-    if any(table.name not in given and table.max_rows is None for table in tables):
+    if any(name not in given and name not in most_rows for name in names):
         num_samples = max(1, config.train.steps) * config.train.batch_size * num_workers
         counted = count_rows(
             this_run.source.training(), this_run.trainer.features, config.train.batch_size, num_samples
@@ -107,8 +109,8 @@ def _tables(config: Config, this_run: Run, num_workers: int, given: Mapping[str,
     for table in tables:
         if table.name in given:
             num, origin = given[table.name], "--rows"
-        elif table.max_rows is not None:
-            num, origin = table.max_rows * num_workers, f"max_rows of {num_workers} workers"
+        elif table.name in most_rows:
+            num, origin = most_rows[table.name] * num_workers, f"max_rows of {num_workers} workers"
         else:
             num, origin = counted[table.name].num_rows, counted[table.name].origin
         if table.num_keys is not None and num > table.num_keys:

@@ -124,6 +124,8 @@ def _for_trial(config: Config) -> Config:
     num_evaluated = min(evaluation.num_samples, evaluation.batch_size or config.train.batch_size)
     return replace(
         config,
+        # One rank has the rows of all workers that its batches need.
+        tables=tuple(replace(table, max_rows=None) for table in config.tables),
         pipeline=replace(config.pipeline, num_micro_batches=num),
         memory=replace(config.memory, resident_bytes="minimum", device_budget_bytes=NO_LIMIT),
         evaluate=replace(evaluation, num_samples=num_evaluated, every=0, patience=0),

@@ -1,17 +1,23 @@
 """The formula of a worker's memory, its limits, and the changes that make a recipe fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from nestpipe.embedding.budget import DeviceBytes
+from nestpipe.embedding.table import Table
 from nestpipe.prediction.split_costs import BACKWARD, FORWARD, ExchangeCost, Line, SplitCosts, Traffic
 from nestpipe.prediction.work import Way
-from nestpipe.recipe.config import Config
+from nestpipe.recipe.build import Run
+from nestpipe.recipe.config import Config, TableSection
 from nestpipe.recipe.text import change_config
+from nestpipe.recipe.value import ConfigError
 from nestpipe.sizing.keys import KeyGrowth
 from nestpipe.sizing.limits import Limits, fits, most_rows, problems, remedies
 from nestpipe.sizing.need import DEVICE, HOST, Case, TableSize
+from nestpipe.sizing.plan import table_sizes
 from nestpipe.sizing.step import expected_step
 from nestpipe.sizing.trial import Trial
 from nestpipe.store.interface import MOST_ROWS
@@ -85,6 +91,16 @@ def test_the_formula_on_one_worker_and_on_a_device() -> None:
     least, rows = case.least_pool_bytes, 1000 * 64 + 100 * 32
     for given, pool in ((least + 1, least + 1), (10**9, rows), (1, least)):
         assert replace(case, resident_bytes=given).pool_bytes == pytest.approx(pool)
+
+
+def test_rows_that_are_given_at_most_the_keys() -> None:
+    tables = [Table("a", 4, num_keys=500), Table("b", 4)]
+    run = cast(Run, SimpleNamespace(trainer=SimpleNamespace(tables=tables)))
+    config = replace(Config(), tables=(TableSection("b", max_rows=30),))
+    sizes = table_sizes(config, run, 2, {"a": 1000})
+    assert [(size.num_rows, size.origin) for size in sizes] == [(500, "num_keys"), (60, "max_rows of 2 workers")]
+    with pytest.raises(ConfigError, match="no table of the recipe"):
+        table_sizes(config, run, 2, {"c": 1})
 
 
 def test_what_fits_and_what_does_not() -> None:
