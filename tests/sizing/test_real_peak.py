@@ -57,7 +57,7 @@ def nestpipe(*arguments: str | Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "ranks"), [(DLRM, 1), (HSTU, 1), (TWO_RANKS, 2)], ids=["dlrm", "hstu", "two-ranks"])
 def test_the_plan_is_near_the_real_peak(text: str, ranks: int, tmp_path: Path) -> None:
-    """Fails if need.py leaves out the part `store`, or the part `activations`."""
+    """Fails if need.py leaves out the part `store`."""
     recipe, real, planned = (tmp_path / name for name in ("recipe.toml", "real.json", "planned.json"))
     recipe.write_text(text)
     nestpipe("train", recipe, "--ranks", ranks, "--json", real)
