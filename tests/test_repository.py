@@ -44,9 +44,14 @@ ALLOWED = {
     "diagnosis": {"pipelining", "distributed"},
     "report": set(),
     "simulator": {"recipe", "report", "prediction", "pipelining", "embedding"},
+    "sizing": {
+        *("simulator", "prediction", "recipe", "train", "pipelining", "embedding", "data", "device", "distributed"),
+        "store",
+    },
     "cli": {
         *(
             "bench",
+            "sizing",
             "simulator",
             "prediction",
             "recipe",

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from nestpipe.bench.harness.benchmark import Benchmark
-from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.memory import in_fresh_process
 from nestpipe.bench.harness.pairs import compare, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.ops.attention import fuxi_attention, hstu_attention
 from nestpipe.ops.sequences import BLOCK, NUM_TIME_BUCKETS, Sequences
+from nestpipe.store.process_memory import peak_bytes, reset_peak, resident_bytes
 
 SEED = 1
 NUM_TOKENS = 4096

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.keys import zipf_ranks
-from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.memory import in_fresh_process
 from nestpipe.bench.harness.pairs import compare
 from nestpipe.bench.harness.report import Record
 from nestpipe.store import HostStore, TableSpec, group_by_owner, unique
+from nestpipe.store.process_memory import peak_bytes, reset_peak, resident_bytes
 
 SEED = 1
 NUM_PAIRS = 25

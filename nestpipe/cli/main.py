@@ -11,6 +11,7 @@ from nestpipe.cli.data import app as data_app
 from nestpipe.cli.evaluate import evaluate
 from nestpipe.cli.list import list_entries
 from nestpipe.cli.monitor import monitor
+from nestpipe.cli.plan import plan
 from nestpipe.cli.report import report
 from nestpipe.cli.simulate import simulate
 from nestpipe.cli.train import train
@@ -26,6 +27,7 @@ app.command(name="list")(list_entries)
 app.command()(report)
 app.command()(monitor)
 app.command()(simulate)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")

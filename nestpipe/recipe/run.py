@@ -47,7 +47,7 @@ def run(
 
     If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves the old checkpoints away first.
     """
-    this_run = _start(config, world)
+    this_run = start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
     log = RunLog(config.logging)
@@ -131,7 +131,7 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         raise ConfigError(
             "evaluate.num_samples is 0: nothing is evaluated; --set evaluate.num_samples=65536, for example"
         )
-    this_run = _start(config, world)
+    this_run = start(config, world)
     if this_run.held_out is None:
         raise ConfigError(
             "there is nothing to evaluate on; --set data.held_out=[...], files like those of the training"
@@ -141,14 +141,14 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
         "checkpoint": str(checkpoint),
         "ranks": world.size,
         "steps": this_run.trainer.num_steps,
-        "metrics": _evaluate(this_run),
+        "metrics": evaluate_held_out(this_run),
         "split": this_run.source.split,
         "published": _published(config),
         "config": to_toml(config),
     }
 
 
-def _start(config: Config, world: World) -> Run:
+def start(config: Config, world: World) -> Run:
     assert config.runtime.dense_threads is not None
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
@@ -224,7 +224,7 @@ def _validation(config: Config, this_run: Run) -> Validation | None:
         raise ConfigError("evaluate.every is set, but data.held_out is not: there is nothing to evaluate on")
     return Validation(
         section.every,
-        lambda trainer: _evaluate(this_run),
+        lambda trainer: evaluate_held_out(this_run),
         metric=section.metric,
         patience=section.patience or None,
         save_best=best,
@@ -236,10 +236,10 @@ def _last_metrics(config: Config, this_run: Run, result: FitResult) -> dict[str,
         return {}
     if result.validations and result.validations[-1]["step"] == this_run.trainer.num_steps:
         return {name: value for name, value in result.validations[-1].items() if name != "step"}
-    return _evaluate(this_run)
+    return evaluate_held_out(this_run)
 
 
-def _evaluate(this_run: Run) -> dict[str, float]:
+def evaluate_held_out(this_run: Run) -> dict[str, float]:
     """Evaluates on the held-out samples, the same ones every time."""
     assert this_run.held_out is not None
     evaluation = evaluate(this_run.trainer, copy(this_run.held_out), build_metrics(this_run))

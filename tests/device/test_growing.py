@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nestpipe.bench.harness.memory import resident_bytes
 from nestpipe.device import growing
 from nestpipe.device.growing import GrowingArray
 from nestpipe.device.tally import Tally
+from nestpipe.store.process_memory import resident_bytes
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nestpipe import World
-from nestpipe.bench.harness.memory import resident_bytes as host_bytes
 from nestpipe.device.growing import GrowingArray
 from nestpipe.pipelining.commit import NonFiniteError
+from nestpipe.store.process_memory import resident_bytes as host_bytes
 from nestpipe.train.digest import digest
 from tests.exactness.cases import Case, make_trainer, on_ranks
 from tests.exactness.test_r05_flush import flushed

@@ -3,8 +3,8 @@
 import pytest
 
 from nestpipe import World
-from nestpipe.bench.harness.memory import resident_bytes
 from nestpipe.pipelining.schedule import SCHEDULES
+from nestpipe.store.process_memory import resident_bytes
 from tests.exactness.cases import Case, global_batches, make_trainer
 
 STEPS, SETTLED, MOST_BYTES = 2000, 500, 16 << 20

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestpipe.bench.harness.memory import resident_bytes
 from nestpipe.store import HostStore, Piece, TableFullError, TableSpec, group_by_owner, init
 from nestpipe.store.interface import check_array
 from nestpipe.store.native import library
+from nestpipe.store.process_memory import resident_bytes
 from tests.forked import run_forked
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nestpipe.bench.checkpoint.training import Size
-from nestpipe.bench.harness.memory import peak_bytes, reset_peak, resident_bytes
 from nestpipe.data.batch import Batch
+from nestpipe.store.process_memory import peak_bytes, reset_peak, resident_bytes
 from nestpipe.train.fit_result import FitResult
 from nestpipe.train.trainer import Trainer
 

@@ -23,11 +23,11 @@ from nestpipe.bench.checkpoint.training import (
     touching_batches,
     zipf_batches,
 )
-from nestpipe.bench.harness.memory import peak_bytes, reset_peak, resident_bytes
 from nestpipe.bench.harness.pairs import alternate, one_thread, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.checkpoint import row_reader, shards
 from nestpipe.store import HostStore
+from nestpipe.store.process_memory import peak_bytes, reset_peak, resident_bytes
 from nestpipe.train.trainer import Trainer
 
 TOUCHED_SHARE = 0.05

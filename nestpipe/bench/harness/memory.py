@@ -1,8 +1,7 @@
-"""Memory measurements: of this process, of a fresh one, of a command with all processes that it starts."""
+"""Memory measurements: in a fresh process, and of a command with all processes that it starts."""
 
 import multiprocessing
 import os
-import re
 import subprocess
 import tempfile
 import time
@@ -11,27 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nestpipe.distributed.child import die_with_parent
-
-
-def resident_bytes() -> int:
-    """Returns the physical memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def reset_peak() -> None:
-    """Starts a new measurement of peak_bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Returns the largest physical memory of this process since reset_peak."""
-    return _peak_bytes_of("self")
-
-
-def _peak_bytes_of(process: int | str) -> int:
-    """Returns 0 if the process has ended."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    return int(match.group(1)) * 1024 if match is not None else 0
+from nestpipe.store.process_memory import peak_bytes
 
 
 def tree_bytes(process: int) -> int:
@@ -50,7 +29,7 @@ def peak_of_command(command: Sequence[str], every_seconds: float = 0.02) -> int:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent)
         peak = 0
         while True:
-            peak = max(peak, tree_bytes(child.pid), _peak_bytes_of(child.pid))
+            peak = max(peak, tree_bytes(child.pid), peak_bytes(child.pid))
             if child.poll() is not None:
                 break
             time.sleep(every_seconds)

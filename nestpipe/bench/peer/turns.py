@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from nestpipe.bench.harness.memory import peak_bytes, reset_peak
 from nestpipe.bench.peer.workload import QUICK, WORKLOADS, Workload
+from nestpipe.store.process_memory import peak_bytes, reset_peak
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nestpipe.bench.harness.memory import in_fresh_process, peak_bytes, reset_peak, resident_bytes
+from nestpipe.bench.harness.memory import in_fresh_process
 from nestpipe.bench.harness.pairs import Comparison, alternate, compare, median_interval, one_thread
+from nestpipe.store.process_memory import peak_bytes, reset_peak, resident_bytes
 
 
 def test_pairs_alternate_and_the_first_does_not_count() -> None:
