@@ -21,7 +21,7 @@ from nestpipe.diagnosis.findings import Finding, find
 from nestpipe.diagnosis.run_file import read_measurements
 
 NUM_RANKS = 3
-NUM_STEPS, NUM_QUICK_STEPS = 60, 40
+NUM_STEPS = 40
 RECIPE = """
 [data]
 kind = "nestpipe.bench.monitor.workload:Items"
@@ -62,16 +62,16 @@ def records(
     if kind not in (None, *KINDS):
         raise ValueError(f"kind is {kind!r}; there are {', '.join(KINDS)}")
     seeds = range(seed, seed + (1 if quick else trials))
-    return _records(seeds, KINDS if kind is None else (kind,), NUM_QUICK_STEPS if quick else NUM_STEPS)
+    return _records(seeds, KINDS if kind is None else (kind,))
 
 
 BENCHMARK = Benchmark("monitor", records, "Whether `nestpipe monitor` names what was made slow. Needs root.")
 
 
-def _records(seeds: Sequence[int], kinds: Sequence[str], num_steps: int) -> Iterator[Record]:
+def _records(seeds: Sequence[int], kinds: Sequence[str]) -> Iterator[Record]:
     made: list[Record] = []
     for seed in seeds:
-        for record in _trials(seed, kinds, num_steps):
+        for record in _trials(seed, kinds):
             made.append(record)
             yield record
     for kind in kinds:
@@ -79,7 +79,7 @@ def _records(seeds: Sequence[int], kinds: Sequence[str], num_steps: int) -> Iter
         yield {"fault": kind, "ranks": NUM_RANKS, "num_trials": len(right), "right_share": sum(right) / len(right)}
 
 
-def _trials(seed: int, kinds: Sequence[str], num_steps: int) -> Iterator[Record]:
+def _trials(seed: int, kinds: Sequence[str]) -> Iterator[Record]:
     """Yields a record for each kind of fault. The same ranks train one run after the other."""
     victim = seed % NUM_RANKS
     with (
@@ -87,7 +87,7 @@ def _trials(seed: int, kinds: Sequence[str], num_steps: int) -> Iterator[Record]
         linked_hosts(RATE, BURST_BYTES, NUM_RANKS) as hosts,
     ):
         folder = Path(name)
-        (folder / "recipe.toml").write_text(RECIPE.format(seed=seed, steps=num_steps))
+        (folder / "recipe.toml").write_text(RECIPE.format(seed=seed, steps=NUM_STEPS))
         arguments = [f"--recipe={folder / 'recipe.toml'}", f"--folder={folder}", f"--victim={victim}"]
         with ranks_on(hosts, "nestpipe.bench.monitor.rank", [*arguments, "--kinds", *kinds]) as ranks:
             lines = (json.loads(line) for line in lines_of(ranks))
