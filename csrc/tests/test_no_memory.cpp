@@ -8,21 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
-
-namespace {
-std::atomic<int64_t> allocations_left{INT64_MAX};
-}
-
-void* operator new(size_t bytes) {
-    if (allocations_left.fetch_sub(1) <= 0) throw std::bad_alloc();
-    if (void* memory = std::malloc(bytes)) return memory;
-    throw std::bad_alloc();
-}
-void* operator new[](size_t bytes) { return operator new(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
+#include "failing_new.hpp"
 
 namespace {
 

@@ -47,7 +47,7 @@ class Measurements:
     num_ranks: int
     num_steps: int
     step_ms: float
-    """Of the slowest rank."""
+    """Time of a step on the slowest rank."""
     late_ms: dict[str, Array]
     """By channel: milliseconds by which each rank enters the collectives of a step after the others, at least."""
     wait_ms: dict[str, Array]

@@ -199,8 +199,8 @@ class Trace:
             self._switch(*outer)
 
     def passing_span(self, stage: str, micro_batch: int = -1) -> AbstractContextManager[None]:
-        """Measures work that is followed by another stage. On an accelerator it counts until that stage begins: each
-        event that is timed makes the stream pause for some microseconds."""
+        """Measures work that is followed by another stage. On an accelerator it counts until that stage begins:
+        one event ends the one and begins the other."""
         if self._device is None:
             return self.span(stage, micro_batch)
         self._outer = self._switch(stage, micro_batch)

@@ -19,7 +19,7 @@ from nestpipe.train.trainer import Trainer
 
 CANDIDATES = (1, 2, 4, 8, 16)
 MARGIN = 0.01
-"""Of numbers whose predicted steps differ by less than this, the smallest is taken."""
+"""The smallest number is taken whose predicted step is at most this much longer than the shortest."""
 
 
 @dataclass(frozen=True)

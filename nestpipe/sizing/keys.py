@@ -29,7 +29,7 @@ class KeyGrowth:
     """Distinct keys of batches."""
 
     by_table: Mapping[str, int]
-    """Of one worker's batch."""
+    """Distinct keys of a batch of one worker, by table."""
     exponent: float
     """The keys of n batches are n to this power times those of one."""
     overlap: float

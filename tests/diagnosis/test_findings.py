@@ -1,4 +1,4 @@
-"""What is named, from measurements that are made up: the right thing, with its cause, and nothing on a healthy run."""
+"""Findings from invented measurements: the slow thing is named with its cause, and nothing on a healthy run."""
 
 from dataclasses import replace
 from typing import Any

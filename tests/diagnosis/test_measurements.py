@@ -39,7 +39,8 @@ def stamps(entered_ms: Any, first: int = 0) -> dict[str, Any]:
 
 
 def test_a_rank_is_late_in_each_step() -> None:
-    """Of three collectives a step it enters the first 40 ms late. Fails if collectives count instead of steps."""
+    """A step has three collectives, and the rank enters the first one 40 ms late. Fails if collectives count instead of
+    steps."""
     steps = np.repeat(np.arange(20) * 100.0, 3) + np.tile([0.0, 1.0, 2.0], 20)
     late = steps + np.tile([40.0, 0.0, 0.0], 20)
     found = lateness([stamps(steps), stamps(late), stamps(steps)], np.zeros(3), 20)

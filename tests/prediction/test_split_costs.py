@@ -56,7 +56,7 @@ def test_steps_are_those_of_the_schedule() -> None:
 
 
 def test_exchange_across_batches() -> None:
-    """What is early or late hides behind dense compute without splitting. Each update is done once."""
+    """Early rows and late gradients travel under the dense compute of an unsplit batch. Each update is done once."""
     traffic = Traffic((0.25,), (0.25,), early_rows=0.75, late_gradients=0.75)
     crossing = replace(
         costs(80, 8, way=Way("nested", "nested", cross_batch=True)),

@@ -37,7 +37,7 @@ def update_by_copies(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_same_as_copies(optimizer: RowOptimizer, dtype: torch.dtype) -> None:
-    """Of three updates the last one is refused: a table would be too large."""
+    """Three updates, the last of which is refused because a table would become too large."""
     native, oracle = new_store(HostStore, optimizer, dtype), new_store(DictStore, optimizer, dtype)
     torch.manual_seed(3)
     writer = native.open_writer()

@@ -35,7 +35,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 @dataclass
 class Trouble:
-    """What is wrong in this process; a trial sets it before it builds the run."""
+    """The fault of this process. Each trial sets it before it builds the run."""
 
     reads_slowly: bool = False
     hot_owner: int | None = None
