@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nestpipe
-from nestpipe import Batch, Jagged
+from nestpipe import Batch, Jagged, Table
 
 NUM_ITEMS = 30
 
@@ -20,6 +20,11 @@ class Rows:
     rows: Tensor
     index: Tensor
     offsets: Tensor
+    table_name: str = "item"
+
+    @property
+    def table(self) -> Table:
+        return Table(self.table_name, self.rows.shape[1], dtype=self.rows.dtype)
 
     @property
     def host_lengths(self) -> list[int]:

@@ -4,7 +4,8 @@
     stretches   records on their way to and from the host store
     lists       batches under way x (positions, occurrences, inputs, plans), and the slots of owned keys
     kept_rows   distinct keys x row                            kept by a requester
-    rows        keys of a micro-batch x row                    of all micro-batches whose rows are sent ahead
+    rows        keys of a micro-batch x row                    of all micro-batches whose rows are sent ahead; none if
+                                                               features read them where they are stored
     gradients   of those rows; summed by the requester; at the owner for each requester; their sum
     messages    messages of one micro-batch, unless they are in host memory
 
@@ -81,8 +82,10 @@ class DeviceBudget:
         is_overlapping: bool,
         is_crossing: bool,
         is_staged: bool,
+        is_read_in_place: bool = False,
     ) -> None:
-        """is_crossing: rows and gradients are exchanged across batches. is_staged: messages are in host memory."""
+        """is_crossing: rows and gradients are exchanged across batches. is_staged: messages are in host memory.
+        is_read_in_place: features read rows where they are stored."""
         self.budget_bytes = budget_bytes
         self.largest = DeviceBytes()
         """Largest needs of a batch so far."""
@@ -92,6 +95,7 @@ class DeviceBudget:
         self._is_overlapping = is_overlapping
         self._is_crossing = is_crossing
         self._is_staged = is_staged
+        self._is_read_in_place = is_read_in_place
         self._is_host = memory.is_host
         self._is_ended = False
         embedding_memory.start(memory.device)
@@ -110,7 +114,8 @@ class DeviceBudget:
 
     def error(self, route: Route, plan: Plan | None, record_bytes: int) -> ValueError | None:
         """Returns an error if a batch does not fit; else None. record_bytes: memory of all slots."""
-        window = widest(route, plan, self._is_windowed, self._is_crossing, self._is_staged)
+        flags = self._is_windowed, self._is_crossing, self._is_staged, self._is_read_in_place
+        window = widest(route, plan, *flags)
         stretches = self._stretch(route) if self._is_overlapping and not self._is_host else 0
         needed = DeviceBytes(
             records=record_bytes,

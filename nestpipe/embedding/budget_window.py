@@ -28,13 +28,15 @@ class Moment:
         return self.kept_rows + self.rows + self.gradients + self.messages
 
 
-def widest(route: Route, plan: Plan | None, is_windowed: bool, is_crossing: bool, is_staged: bool) -> Moment:
+def widest(
+    route: Route, plan: Plan | None, is_windowed: bool, is_crossing: bool, is_staged: bool, is_read_in_place: bool
+) -> Moment:
     """Returns the moment of a batch at which its exchanges hold most.
 
     is_windowed: exchanges overlap the dense part. is_crossing: they also overlap the neighbouring batches. is_staged:
-    messages are in host memory.
+    messages are in host memory. is_read_in_place: features read rows where they are stored.
     """
-    rows = _RowBytes(route.batch)
+    rows = _RowBytes(route.batch, is_read_in_place)
     if plan is None:
         return max(_alone(rows), key=lambda moment: moment.total)
     among = _AmongRanks(rows, route, plan, is_windowed, is_staged)
@@ -45,10 +47,11 @@ def widest(route: Route, plan: Plan | None, is_windowed: bool, is_crossing: bool
 class _RowBytes:
     """Bytes of the rows of each micro-batch, and of the gradients of those that are not frozen."""
 
-    def __init__(self, batch: BatchDedup) -> None:
+    def __init__(self, batch: BatchDedup, is_read_in_place: bool) -> None:
+        copied = [group for group in batch.groups if group.group.has_by_index or not is_read_in_place]
         trained = [group for group in batch.groups if not group.group.frozen]
         micro_batches = range(batch.num_micro_batches)
-        self.rows = [sum(g.num_rows(i) * g.group.row_bytes for g in batch.groups) for i in micro_batches]
+        self.rows = [sum(g.num_rows(i) * g.group.row_bytes for g in copied) for i in micro_batches]
         self.gradients = [sum(g.num_rows(i) * g.group.row_bytes for g in trained) for i in micro_batches]
         self.distinct = sum(len(g.keys) * g.group.row_bytes for g in batch.groups)
         self.distinct_trained = sum(len(g.keys) * g.group.row_bytes for g in trained)

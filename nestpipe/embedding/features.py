@@ -10,14 +10,17 @@ from torch import Tensor
 from nestpipe.embedding.dedup import FeaturePart, HostOccurrences, RequesterDedup
 from nestpipe.embedding.fused import GroupOccurrences
 from nestpipe.embedding.group import FeatureGroups, FeatureSet
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.pooling import Occurrences, pool
-from nestpipe.embedding.table import Feature, Pooled
+from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.kernels.rows import pooling as on_device
 
 
 class SequenceEmbedding(ABC):
     """A jagged sequence of rows: sample s has values[offsets[s]:offsets[s + 1]]."""
+
+    table: Table
 
     @property
     @abstractmethod
@@ -62,7 +65,8 @@ class SequenceEmbedding(ABC):
 class HostSequence(SequenceEmbedding):
     """A sequence of rows in host memory."""
 
-    def __init__(self, rows: Tensor, part: FeaturePart) -> None:
+    def __init__(self, table: Table, rows: Tensor, part: FeaturePart) -> None:
+        self.table = table
         self._rows = rows
         self._part = part
 
@@ -98,7 +102,8 @@ class HostSequence(SequenceEmbedding):
 class DeviceSequence(SequenceEmbedding):
     """A sequence of rows on a device. Everything is made when it is read."""
 
-    def __init__(self, embeddings: "Embeddings", name: str) -> None:
+    def __init__(self, table: Table, embeddings: "Embeddings", name: str) -> None:
+        self.table = table
         self._embeddings = embeddings
         self._name = name
 
@@ -145,7 +150,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         features: FeatureGroups,
         groups: Sequence[RequesterDedup],
         micro_batch: int,
-        rows: Sequence[Tensor],
+        rows: Sequence[ModelRows],
     ) -> None:
         """rows: the rows of the micro-batch by group, table after table."""
         self._features = features
@@ -185,8 +190,9 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         g, f = self._features.places[name]
         if g not in self._table_rows:
             sizes = self._groups[g].row_counts[self._micro_batch].tolist()
-            split: tuple[Tensor, ...] = self._rows[g].split(sizes)
-            self._table_rows[g] = split if len(sizes) > 1 else (self._rows[g],)
+            rows = self._rows[g].tensor
+            split: tuple[Tensor, ...] = rows.split(sizes)
+            self._table_rows[g] = split if len(sizes) > 1 else (rows,)
         return self._table_rows[g][int(self._groups[g].group.feature_tables[f])]
 
     # ---- what TraceableEmbeddings needs to know ----
@@ -244,7 +250,8 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             occurrences, s = self._set_of(name)
             feature_set = occurrences.group.feature_sets[s]
             sizes = occurrences.set_sizes(self._micro_batch, feature_set)
-            values = on_device.gather(occurrences.sets[self._micro_batch][s], self._group_rows(name), sizes)
+            rows = self._group_rows(name)
+            values = on_device.gather(occurrences.sets[self._micro_batch][s], rows.leaf, sizes, rows.stored)
             self._gathered.update(zip(self._names(occurrences, feature_set), values, strict=True))
         return self._gathered[name]
 
@@ -261,14 +268,14 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _names(self, occurrences: GroupOccurrences, feature_set: FeatureSet) -> list[str]:
         return [occurrences.group.features[feature] for feature in feature_set.features]
 
-    def _group_rows(self, name: str) -> Tensor:
+    def _group_rows(self, name: str) -> ModelRows:
         return self._rows[self._features.places[name][0]]
 
     def _pool_set(self, name: str) -> None:
         """Pools all pooled features of a feature's group."""
         occurrences, s = self._set_of(name)
-        names = self._names(occurrences, occurrences.group.feature_sets[s])
-        pooled = on_device.pool(occurrences.sets[self._micro_batch][s], self._group_rows(name), len(names))
+        names, rows = self._names(occurrences, occurrences.group.feature_sets[s]), self._group_rows(name)
+        pooled = on_device.pool(occurrences.sets[self._micro_batch][s], rows.leaf, len(names), rows.stored)
         self._values.update(zip(names, pooled, strict=True))
 
     def _joined(self, names: list[str]) -> Tensor | None:
@@ -279,7 +286,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         if names != self._names(occurrences, occurrences.group.feature_sets[s]):
             return None
         rows = self._group_rows(names[0])
-        return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows, len(names))
+        return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows.leaf, len(names), rows.stored)
 
     def _make(self, name: str) -> None:
         """Makes the value of a feature, and of those that are made together with it."""
@@ -288,11 +295,11 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             if isinstance(feature, Pooled):
                 self._pool_set(name)
             else:
-                self._values[name] = DeviceSequence(self, name)
+                self._values[name] = DeviceSequence(feature.table, self, name)
         elif isinstance(feature, Pooled):
             self._values[name] = self.side_by_side([name])
         else:
-            self._values[name] = HostSequence(self.table_rows(name), self._host_part(name))
+            self._values[name] = HostSequence(feature.table, self.table_rows(name), self._host_part(name))
 
     def _tensor(self, name: str) -> Tensor:
         value = self[name]

@@ -46,6 +46,8 @@ class TableGroup:
     """All features, each in one set."""
     is_replicated: bool = False
     """True if every rank has all rows."""
+    has_by_index: bool = False
+    """True if the model reads all rows of a micro-batch, and the row of each key, of some feature."""
 
     @property
     def dim(self) -> int:
@@ -139,6 +141,7 @@ def _group(tables: list[Table], features: Mapping[str, Feature], is_replicated: 
         salts=table_salts([table.name for table in tables]),
         feature_sets=_feature_sets([name for _, name, _ in entries], features),
         is_replicated=is_replicated,
+        has_by_index=any(getattr(feature, "by_index", False) for _, _, feature in entries),
     )
 
 

@@ -15,6 +15,7 @@ from nestpipe.embedding.exchange import Exchange, make_exchange
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import FeatureGroups, group_features
 from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.route import Route
 from nestpipe.embedding.table import Feature
 from nestpipe.store import Store
@@ -61,7 +62,7 @@ class Reading:
     def __iter__(self) -> Iterator[Part]:
         for i, num_samples in enumerate(self._batch.num_samples):
             self._exchange.send_rows(i)
-            rows = [group.detach().to(self._device) for group in self._exchange.rows(i)]
+            rows = [ModelRows(group.tensor.detach().to(self._device)) for group in self._exchange.rows(i)]
             if num_samples > 0:
                 embeddings = Embeddings(self._features, self._batch.groups, i, rows)
                 yield Part(embeddings, self._batch.inputs[i], num_samples)

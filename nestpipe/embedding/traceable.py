@@ -72,14 +72,15 @@ class TraceableSequence(SequenceEmbedding):
 
     def __init__(self, sequence: SequenceEmbedding, is_by_index: bool) -> None:
         self._sequence = sequence
-        self._rows = sequence.rows
+        self.table = sequence.table
+        self._rows = sequence.rows if is_by_index else None
         self._offsets = sequence.offsets
         self._values = None if is_by_index else sequence.values
         self._length = _common_length(sequence.host_offsets)
 
     @property
     def rows(self) -> Tensor:
-        return self._rows
+        return _rows(self._sequence) if self._rows is None else self._rows
 
     @property
     def index(self) -> Tensor:
@@ -113,6 +114,7 @@ def _common_length(host_offsets: Tensor) -> int:
 
 
 # Calls that torch.compile does not trace.
+_rows: Callable[[SequenceEmbedding], Tensor] = torch.compiler.disable(lambda sequence: sequence.rows)
 _index: Callable[[SequenceEmbedding], Tensor] = torch.compiler.disable(lambda sequence: sequence.index)
 _host_offsets: Callable[[SequenceEmbedding], Tensor] = torch.compiler.disable(lambda sequence: sequence.host_offsets)
 _values: Callable[[SequenceEmbedding], Tensor] = torch.compiler.disable(lambda sequence: sequence.values)

@@ -102,7 +102,7 @@ class NextItemModel(nn.Module):
     def forward(self, embeddings: Mapping[str, RowSequence], inputs: Mapping[str, Tensor]) -> Tensor:
         """Returns the sum over positions of the loss of the next item."""
         history, target, negatives = (self._feature(embeddings, name) for name in ("history", "target", "negatives"))
-        if negatives.rows is not history.rows or target.rows is not history.rows:
+        if len({feature.table.name for feature in (history, target, negatives)}) > 1:
             raise ValueError("the features 'history', 'target' and 'negatives' must share one table")
         sequences = self._sequences(history, inputs)
         outputs = self._outputs(history, sequences)
@@ -138,8 +138,8 @@ class NextItemModel(nn.Module):
 
     def _feature(self, embeddings: Mapping[str, RowSequence], name: str) -> RowSequence:
         feature = embeddings[name]
-        if isinstance(feature, Tensor) or feature.rows.shape[1] != self.dim:
-            what = "pooled" if isinstance(feature, Tensor) else f"of dim {feature.rows.shape[1]}"
+        if isinstance(feature, Tensor) or feature.table.dim != self.dim:
+            what = "pooled" if isinstance(feature, Tensor) else f"of dim {feature.table.dim}"
             raise ValueError(f"feature {name!r} must be a sequence of dim {self.dim}, got one that is {what}")
         return feature
 

@@ -8,9 +8,22 @@ from torch import Tensor
 from nestpipe.ops.sequences import Sequences
 
 
+class RowTable(Protocol):
+    """The table of a feature; nestpipe.embedding.table has the implementation."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class RowSequence(Protocol):
     """A feature whose samples have any number of rows; nestpipe.embedding.features has the implementation."""
 
+    @property
+    def table(self) -> RowTable: ...
     @property
     def rows(self) -> Tensor: ...
     @property

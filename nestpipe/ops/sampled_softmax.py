@@ -73,7 +73,7 @@ def _loss(
 ) -> Tensor:
     check_targets(target, sequences)
     negative_lists = _negative_lists(negatives.index, sequences, negatives_per)
-    if _takes_kernels(outputs, history.rows, negatives_per, form):
+    if _takes_kernels(outputs, history.table.dtype, negatives_per, form):
         values = outputs, history.values, target.values, negatives.values
         index = history.index, target.index, negatives.index
         return sampled_softmax_kernel(values, index, sequences.in_tiles(_tile_size(outputs)), temperature)
@@ -88,16 +88,16 @@ def _loss(
         return loss
 
 
-def _takes_kernels(outputs: Tensor, rows: Tensor, negatives_per: str, form: str) -> bool:
+def _takes_kernels(outputs: Tensor, row_dtype: torch.dtype, negatives_per: str, form: str) -> bool:
     if form not in FORMS:
         raise ValueError(f"form is {form!r}, must be one of {', '.join(map(repr, FORMS))}")
-    can_take = negatives_per == "sample" and rows.dtype == torch.float32 and outputs.dtype in OUTPUT_DTYPES
+    can_take = negatives_per == "sample" and row_dtype == torch.float32 and outputs.dtype in OUTPUT_DTYPES
     if form != "kernel":
         return form == "blocked" and can_take and compiles_triton(outputs)
     if not can_take:
         raise ValueError(
             f"form 'kernel' takes negatives of each sample, rows of float32 and outputs of float32 or bfloat16, got "
-            f"negatives of each {negatives_per}, {rows.dtype} and {outputs.dtype}; use 'blocked'"
+            f"negatives of each {negatives_per}, {row_dtype} and {outputs.dtype}; use 'blocked'"
         )
     if not runs_triton(outputs):
         raise kernels_cannot_run("form 'kernel'")

@@ -6,6 +6,7 @@ from warnings import warn
 from nestpipe.distributed import World
 from nestpipe.embedding.budget import DeviceBudget
 from nestpipe.embedding.capacity import Capacity
+from nestpipe.embedding.exchange.local import are_read_in_place
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.row_pool import RowPool
@@ -73,6 +74,7 @@ def make_budget(
         is_overlapping=schedule in OVERLAPPING,
         is_crossing=is_crossing,
         is_staged=world.rows.is_staged,
+        is_read_in_place=world.size == 1 and are_read_in_place(memory, options.codecs),
     )
 
 

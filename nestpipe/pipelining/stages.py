@@ -18,6 +18,7 @@ from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import BatchExchange, Exchange
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.packed import PackedBatch
 from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.replica_store import ReplicaStore
@@ -211,19 +212,17 @@ class Stages:
         training = self.state(op.batch).training
         return None if training is None else training.exchange
 
-    def rows(self, state: BatchState, micro_batch: int) -> list[Tensor]:
+    def rows(self, state: BatchState, micro_batch: int) -> list[ModelRows]:
         """Entry of the dense part: returns the rows of a micro-batch, by group. Backward sets their gradients."""
         assert state.training is not None
         assert state.training.exchange is not None
         return state.training.exchange.rows(micro_batch)
 
-    def collect_gradients(self, state: BatchState, micro_batch: int, rows: Sequence[Tensor]) -> None:
+    def collect_gradients(self, state: BatchState, micro_batch: int, rows: Sequence[ModelRows]) -> None:
         """Exit of the dense part: keeps the rows' gradients for the lane that returns them."""
         assert state.training is not None
-        state.training.gradients[micro_batch] = gradients = [group.grad for group in rows]
+        state.training.gradients[micro_batch] = gradients = [group.take_gradient() for group in rows]
         embedding_memory.add(*gradients)
-        for group in rows:
-            group.grad = None
 
     def return_gradients(self, op: Op) -> None:
         """Returns the gradients of a micro-batch from requesters to owners."""

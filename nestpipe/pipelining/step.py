@@ -15,6 +15,7 @@ from nestpipe.device.streams import use_here
 from nestpipe.distributed import RankError
 from nestpipe.embedding.exchange import BatchExchange
 from nestpipe.embedding.features import Embeddings
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import Agreement, Ballot, begin_commit
 
@@ -28,11 +29,15 @@ class MicroBatch:
 
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
-    rows: list[Tensor]
-    """Distinct rows by table group; backward sets their gradients."""
+    model_rows: list[ModelRows]
     num_samples: int
     is_last: bool
     """True for the last micro-batch of this rank in the step."""
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Returns the distinct rows by table group; backward sets their gradients."""
+        return [group.tensor for group in self.model_rows]
 
 
 class Step:
@@ -79,7 +84,7 @@ class Step:
                 if num > 0:
                     yield self._micro_batch(i, rows, is_last=i == trained[-1])
                 self._pipeline.stages.collect_gradients(self.state, i, rows)
-                self._handed_over += map(weakref.ref, rows)
+                self._handed_over += [weakref.ref(group.leaf) for group in rows]
                 del rows
             if not self._pipeline.world.runs_ahead:  # there, this thread only launches
                 self.trace.work.end("dense", op.batch, began)
@@ -97,7 +102,7 @@ class Step:
             raise
         executor.step_over()
 
-    def _micro_batch(self, number: int, rows: list[Tensor], is_last: bool) -> MicroBatch:
+    def _micro_batch(self, number: int, rows: list[ModelRows], is_last: bool) -> MicroBatch:
         world, batch = self._pipeline.world, self._batch
         seed_generators(world.device, self._pipeline.options.seed, self.number, world.rank, number)
         embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows)

@@ -26,9 +26,11 @@ from nestpipe.embedding.dedup import BatchDedup, RequesterDedup, dedup_batch
 from nestpipe.embedding.device_dedup import dedup_on_device
 from nestpipe.embedding.features import Embeddings, SequenceEmbedding
 from nestpipe.embedding.group import FeatureGroups, group_features
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.optim import SGD
 from nestpipe.embedding.packed import pack_batch
 from nestpipe.kernels.rows import segments
+from nestpipe.kernels.rows.pooling import StoredRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = -7
@@ -176,8 +178,10 @@ def check_embeddings(features: FeatureGroups, ours: BatchDedup, theirs: BatchDed
         shape = group.num_rows(micro_batch), group.group.dim
         rows = torch.randint(-8, 9, shape, generator=generator).to(torch.float64)
         host_rows.append(rows.requires_grad_(not group.group.frozen))
-    device_rows = [rows.detach().to(DEVICE).requires_grad_(rows.requires_grad) for rows in host_rows]
-    expected = Embeddings(features, theirs.groups, micro_batch, host_rows)
+    device_rows = [stored_in_disorder(rows.detach().to(DEVICE), micro_batch + i) for i, rows in enumerate(host_rows)]
+    for ours_rows, their_rows in zip(device_rows, host_rows, strict=True):
+        ours_rows.leaf.requires_grad_(their_rows.requires_grad)
+    expected = Embeddings(features, theirs.groups, micro_batch, [ModelRows(rows) for rows in host_rows])
     got = Embeddings(features, ours.groups, micro_batch, device_rows)
     losses = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=DEVICE)]
     for number, name in enumerate(features.features):
@@ -192,7 +196,20 @@ def check_embeddings(features: FeatureGroups, ours: BatchDedup, theirs: BatchDed
         losses[1].backward()
         for ours_rows, their_rows in zip(device_rows, host_rows, strict=True):
             if their_rows.grad is not None:
-                assert torch.equal(ours_rows.grad.cpu(), their_rows.grad)
+                assert torch.equal(ours_rows.take_gradient().cpu(), their_rows.grad)
+
+
+def stored_in_disorder(rows: Tensor, number: int) -> ModelRows:
+    """Returns rows that lie in a larger array, as in a pool, or in one of their own."""
+    if number % 3 == 0:
+        return ModelRows(rows)
+    array = torch.full((2 * len(rows) + 1, rows.shape[1] + 3), torch.nan, dtype=rows.dtype, device=rows.device)
+    if number % 3 == 1:
+        array[: len(rows), : rows.shape[1]] = rows
+        return ModelRows.read_at(StoredRows(array[:, : rows.shape[1]], None), len(rows))
+    places = torch.randperm(len(array), device=rows.device)[: len(rows)]
+    array[places, : rows.shape[1]] = rows
+    return ModelRows.read_at(StoredRows(array[:, : rows.shape[1]], places), len(rows))
 
 
 def check_value(got: SequenceEmbedding | Tensor, expected: SequenceEmbedding | Tensor) -> None:

@@ -14,6 +14,7 @@ from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.features import Embeddings, SequenceEmbedding
 from nestpipe.embedding.group import FeatureGroups, group_features
+from nestpipe.embedding.model_rows import ModelRows
 
 PADDING = -7
 
@@ -25,7 +26,7 @@ def embedded(features: FeatureGroups, batch: BatchDedup, micro_batch: int, table
         positions = group.row_positions[group.rows_of(micro_batch)]
         table_keys = group.keys[positions].split(group.row_counts[micro_batch].tolist())
         named = zip(group.group.names, table_keys, strict=True)
-        rows.append(torch.cat([tables[name][keys] for name, keys in named]))
+        rows.append(ModelRows(torch.cat([tables[name][keys] for name, keys in named])))
     return Embeddings(features, batch.groups, micro_batch, rows)
 
 

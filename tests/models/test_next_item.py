@@ -5,6 +5,7 @@ query's own time is used, if a norm has another eps, if the last position does n
 a mean.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -182,7 +183,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"times must have max_length \+ 1 = 6 columns, got \[2, 5\]"):
         model(embeddings, {"times": batch.inputs["times"][:, :5]})
     with pytest.raises(ValueError, match="'history', 'target' and 'negatives' must share one table"):
-        model(embeddings | {"negatives": embedded(batch, rows.clone())["negatives"]}, batch.inputs)
+        model(embeddings | {"negatives": replace(embeddings["negatives"], table_name="other")}, batch.inputs)
     with pytest.raises(ValueError, match="'history' must be a sequence of dim 4, got one that is pooled"):
         model(embeddings | {"history": rows}, batch.inputs)
     with pytest.raises(ValueError, match="'target' must be a sequence of dim 4, got one that is of dim 3"):

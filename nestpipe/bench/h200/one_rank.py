@@ -25,6 +25,7 @@ from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.memory import memory_on
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.optim import RowWiseAdagrad
 from nestpipe.embedding.table import Feature, Sequence, Table
 from nestpipe.models import HSTU
@@ -169,7 +170,8 @@ class DenseOnly:
     def _step(self, batch: BatchDedup, rows: list[Tensor]) -> None:
         self.model.zero_grad()
         for i, inputs in enumerate(batch.inputs):
-            embeddings = Embeddings(self.features, batch.groups, i, [rows[i].detach().requires_grad_()])
+            leaf = ModelRows(rows[i].detach().requires_grad_())
+            embeddings = Embeddings(self.features, batch.groups, i, [leaf])
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
                 loss = self.model(embeddings, inputs) / self.weight
             loss.backward()

@@ -20,6 +20,7 @@ from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange.codec import EXACT, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.plan import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route
@@ -57,8 +58,8 @@ class BatchExchange(Protocol):
     def send_rows(self, micro_batch: int) -> None:
         """Sends the rows that a micro-batch needs from owners to requesters, but for those that were sent before."""
 
-    def rows(self, micro_batch: int) -> list[Tensor]:
-        """Returns the rows of a micro-batch that was sent, in their own memory. Call it once for each micro-batch."""
+    def rows(self, micro_batch: int) -> list[ModelRows]:
+        """Returns the rows of a micro-batch that was sent. Call it once for each micro-batch."""
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""

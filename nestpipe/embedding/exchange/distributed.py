@@ -19,6 +19,7 @@ from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.plan import KeySums, Marks, Plan, Returns, make_plan, plan_returns, plan_sends, plan_shares
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
@@ -158,11 +159,11 @@ class DistributedBatch:
             self._codecs.rows.write(self._memory, source, sent.others(part), message, sent.in_message(part))
         return Outgoing(message, self._memory.sealed(message))
 
-    def rows(self, micro_batch: int) -> list[Tensor]:
+    def rows(self, micro_batch: int) -> list[ModelRows]:
         rows = [requester.pop_rows(micro_batch) for requester in self._requesters]
         use_here(*rows)
         groups = self._plan.sends.groups
-        return [r.requires_grad_(not lists.group.frozen) for r, lists in zip(rows, groups, strict=True)]
+        return [ModelRows(r.requires_grad_(not lists.group.frozen)) for r, lists in zip(rows, groups, strict=True)]
 
     @property
     def _returns(self) -> Returns:

@@ -1,7 +1,7 @@
 """The exchange in a world of one: nothing travels, but a codec rounds as it does among several ranks.
 
 A position is the index of an owned key, so the rows of a micro-batch are gathered from the resident rows, and their
-gradients are summed by owned key.
+gradients are summed by owned key. On a device even that is left to the features, which read each row at its slot.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,11 @@ from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.embedding.plan import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_alone
+from nestpipe.kernels.rows.pooling import StoredRows
 
 
 class LocalExchange:
@@ -53,6 +55,11 @@ class LocalExchange:
         return LocalBatch(route.batch, resident, self._memory, self._codecs)
 
 
+def are_read_in_place(memory: Memory, codecs: Codecs) -> bool:
+    """Returns whether features read rows at their slots. In host memory they need an array of a micro-batch's rows."""
+    return not memory.is_host and codecs.rows is PLAIN
+
+
 class LocalBatch:
     """See BatchExchange."""
 
@@ -66,7 +73,7 @@ class LocalBatch:
         self._groups = list(zip(batch.groups, resident, strict=True))
         self._is_split = batch.num_micro_batches > 1
         self._places = [self._places_of(dedup, rows) for dedup, rows in self._groups]
-        self._rows: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, list[ModelRows]] = {}
         self._sums: dict[int, Tensor] = {}
 
     def send_early_rows(self) -> None: ...
@@ -85,19 +92,24 @@ class LocalBatch:
             return slots
         return dedup.row_positions if slots is None else slots.index_select(0, dedup.row_positions)
 
-    def _gather(self, g: int, micro_batch: int) -> Tensor:
+    def _gather(self, g: int, micro_batch: int) -> ModelRows:
         (dedup, resident), places = self._groups[g], self._places[g]
         source, _ = resident.sent_from()
-        rows = self._memory.empty_rows(dedup.num_rows(micro_batch), dedup.group.dim, dedup.group.dtype)
+        num_rows = dedup.num_rows(micro_batch)
         if self._is_split and places is not None:
             places = places[dedup.rows_of(micro_batch)]
+        if are_read_in_place(self._memory, self._codecs):
+            return ModelRows.read_at(StoredRows(source, places), num_rows)
+        rows = self._memory.empty_rows(num_rows, dedup.group.dim, dedup.group.dtype)
         self._codecs.rows.copy(self._memory, dedup.group, source, places, rows, None)
-        return rows
+        return ModelRows(rows)
 
-    def rows(self, micro_batch: int) -> list[Tensor]:
+    def rows(self, micro_batch: int) -> list[ModelRows]:
         rows = self._rows.pop(micro_batch)
-        use_here(*rows)
-        return [r.requires_grad_(not dedup.group.frozen) for r, (dedup, _) in zip(rows, self._groups, strict=True)]
+        for group, (dedup, _) in zip(rows, self._groups, strict=True):
+            use_here(group.leaf)
+            group.leaf.requires_grad_(not dedup.group.frozen)
+        return rows
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients)

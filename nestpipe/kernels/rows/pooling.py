@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestpipe.kernels.rows.copy import copy_rows
 from nestpipe.kernels.rows.segments import Segments, sum_segments
 
 
@@ -32,30 +33,54 @@ class DeviceOccurrences:
         return DeviceOccurrences(self.vectors.map(function), rows, weights)
 
 
-def pool(occurrences: DeviceOccurrences, rows: Tensor, num_features: int) -> tuple[Tensor, ...]:
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows that lie in a larger array, in any order."""
+
+    array: Tensor
+    """[n, dim]"""
+    places: Tensor | None
+    """[m] place of each row; None if these are all rows of the array, in order."""
+
+    def copied(self) -> Tensor:
+        copy = self.array.new_empty(len(self.array if self.places is None else self.places), self.array.shape[1])
+        copy_rows(self.array, self.places, copy, None)
+        return copy
+
+
+def pool(
+    occurrences: DeviceOccurrences, rows: Tensor, num_features: int, stored: StoredRows | None = None
+) -> tuple[Tensor, ...]:
     """Returns [num_samples, dim] for each feature: the sums of a sample's rows.
 
     Vector sample * num_features + feature is that of a feature and a sample. The results are views of one array.
+    stored: where the rows are read; `rows` then only gets their gradients.
     """
-    return _apply(_SideBySide(num_features, is_joined=False), occurrences, rows)
+    return _apply(_SideBySide(num_features, is_joined=False), occurrences, rows, stored)
 
 
-def pool_joined(occurrences: DeviceOccurrences, rows: Tensor, num_features: int) -> Tensor:
+def pool_joined(
+    occurrences: DeviceOccurrences, rows: Tensor, num_features: int, stored: StoredRows | None = None
+) -> Tensor:
     """Returns the results of `pool` side by side: [num_samples, num_features * dim]."""
-    (joined,) = _apply(_SideBySide(num_features, is_joined=True), occurrences, rows)
+    (joined,) = _apply(_SideBySide(num_features, is_joined=True), occurrences, rows, stored)
     return joined
 
 
-def gather(occurrences: DeviceOccurrences, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Returns [size, dim] for each feature: its vectors, which lie one feature after the other."""
-    return _apply(_OneAfterAnother(tuple(sizes)), occurrences, rows)
+def gather(
+    occurrences: DeviceOccurrences, rows: Tensor, sizes: Sequence[int], stored: StoredRows | None = None
+) -> tuple[Tensor, ...]:
+    """Returns [size, dim] for each feature: its vectors, which lie one feature after the other. stored: as for pool."""
+    return _apply(_OneAfterAnother(tuple(sizes)), occurrences, rows, stored)
 
 
-def _apply(layout: "_Layout", occurrences: DeviceOccurrences, rows: Tensor) -> tuple[Tensor, ...]:
+def _apply(
+    layout: "_Layout", occurrences: DeviceOccurrences, rows: Tensor, stored: StoredRows | None
+) -> tuple[Tensor, ...]:
     is_made = occurrences.rows is not None and occurrences.rows.num_segments == len(rows)
     if rows.requires_grad and not is_made:
         raise ValueError(f"an array of {len(rows)} rows is trained, but its occurrences were not made for that")
-    outputs: tuple[Tensor, ...] = _Sums.apply(layout, occurrences, rows)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Sums.apply(layout, occurrences, stored, rows)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -130,22 +155,25 @@ class _OneAfterAnother:
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: _Layout, occurrences: DeviceOccurrences, rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, layout: _Layout, occurrences: DeviceOccurrences, stored: StoredRows | None, rows: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.occurrences = layout, occurrences
         ctx.like = rows.new_empty(0, rows.shape[1])
         vectors = rows.new_empty(occurrences.vectors.num_segments, rows.shape[1])
-        sum_segments(rows, occurrences.vectors, occurrences.weights, vectors)
+        array, places = (rows, None) if stored is None else (stored.array, stored.places)
+        sum_segments(array, occurrences.vectors, occurrences.weights, vectors, places=places)
         return layout.split(vectors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(gradient is None for gradient in gradients) or not ctx.needs_input_grad[2]:
-            return None, None, None
+        if all(gradient is None for gradient in gradients) or not ctx.needs_input_grad[3]:
+            return None, None, None, None
         gradient, spacing = ctx.layout.join(gradients, ctx.like)
         occurrences: DeviceOccurrences = ctx.occurrences
         assert occurrences.rows is not None
         d_rows = gradient.new_empty(occurrences.rows.num_segments, gradient.shape[1])
         sum_segments(gradient, occurrences.rows, occurrences.weights, d_rows, spacing)
-        return None, None, d_rows
+        return None, None, None, d_rows

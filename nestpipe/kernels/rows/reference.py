@@ -54,6 +54,7 @@ def sum_runs(
     num_runs: int,
     limits: tuple[int, int | None],
     spacing: tuple[int, int] | None,
+    places: Tensor | None,
 ) -> None:
     """Writes to out[r] the sum of run r, entries bounds[0][r] .. bounds[1][r] - 1, one after another.
 
@@ -66,7 +67,8 @@ def sum_runs(
         fits = lengths >= shortest
         runs = (fits if longest is None else fits & (lengths <= longest)).nonzero().flatten()
         first, lengths = first[runs], lengths[runs]
-    padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    rows = values if places is None else values.index_select(0, places)
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     totals = values.new_zeros(len(runs), values.shape[1])
     unfinished = torch.arange(len(runs), device=values.device)
     i = 0

@@ -98,14 +98,20 @@ def make_pieces(starts: Tensor, ends: Tensor, num_entries: int) -> Pieces:
 
 
 def sum_segments(
-    values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor, spacing: tuple[int, int] | None = None
+    values: Tensor,
+    segments: Segments,
+    weights: Tensor | None,
+    out: Tensor,
+    spacing: tuple[int, int] | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Writes to out[s] the sum of weight * row over the entries of segment s, or zeros if it has no entries.
 
     weights: [n] in the rows' dtype; None if all are 1. A sum starts from zero and runs in the order of the module.
     spacing: (size, distance) if rows lie in groups of `size`, one group in every `distance` rows of values.
+    places: [m] row i of the segments is values[places[i]]; None if it is values[i].
     """
-    _check(values, segments, weights, out)
+    _check(values, segments, weights, out, places)
     if segments.num_segments == 0:
         return
     if runs_triton(values):
@@ -115,22 +121,24 @@ def sum_segments(
     entries = values, segments.order, weights, segments.weight_places
     pieces = segments.pieces
     limits = (0, None) if pieces is None else (0, PIECE)
-    sum_runs(*entries, segments.bounds, out, segments.num_segments, limits, spacing)
+    sum_runs(*entries, segments.bounds, out, segments.num_segments, limits, spacing, places)
     if pieces is None or len(pieces.starts) == 0:
         return
     sums = torch.empty(len(pieces.starts), values.shape[1], dtype=values.dtype, device=values.device)
-    sum_runs(*entries, (pieces.starts, pieces.ends), sums, len(sums), (0, None), spacing)
+    sum_runs(*entries, (pieces.starts, pieces.ends), sums, len(sums), (0, None), spacing, places)
     bounds = pieces.firsts, pieces.lasts
-    sum_runs(sums, None, None, None, bounds, out, segments.num_segments, (1, None), None)
+    sum_runs(sums, None, None, None, bounds, out, segments.num_segments, (1, None), None, None)
 
 
-def _check(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor) -> None:
+def _check(values: Tensor, segments: Segments, weights: Tensor | None, out: Tensor, places: Tensor | None) -> None:
     check_rows({"values": values, "out": out})
     check_written("out", out)
     check_shape("out", out, segments.num_segments, values.shape[1])
     if weights is not None:
         _check_weights(weights, values.dtype, segments)
-    check_reachable({"values": values, "order": segments.order, "weights": weights, "out": out})
+    if places is not None:
+        check_numbers("places", places, len(places))
+    check_reachable({"values": values, "order": segments.order, "weights": weights, "out": out, "places": places})
 
 
 def _check_weights(weights: Tensor, dtype: torch.dtype, segments: Segments) -> None:

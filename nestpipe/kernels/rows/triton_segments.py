@@ -31,7 +31,7 @@ def run_bounds(runs, starts, ends, num_runs, SHORTEST: tl.constexpr, LONGEST: tl
 
 @triton.jit(do_not_specialize=_COUNTS)
 def sum_kernel(
-    values, order, weights, weight_places, starts, ends, out, num_runs, num_values, value_stride, out_stride,
+    values, places, order, weights, weight_places, starts, ends, out, num_runs, num_values, value_stride, out_stride,
     SIZE: tl.constexpr, DISTANCE: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, VECTOR: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +50,8 @@ def sum_kernel(
             else:
                 rows = tl.load(order + entries, mask=exists, other=num_values)
                 exists = exists & (rows < num_values)
+            if places is not None:
+                rows = tl.load(places + rows, mask=exists, other=0)
             if SIZE is not None:
                 rows = rows // SIZE * DISTANCE + rows % SIZE
             present = exists[:, None] & (columns < WIDTH)[None, :]
@@ -74,6 +76,7 @@ def sum_runs(
     num_runs: int,
     limits: tuple[int, int | None],
     spacing: tuple[int, int] | None,
+    places: Tensor | None,
 ) -> None:
     """Sums runs as reference.sum_runs does. Rows of `out` of runs that are left out stay as they are."""
     width = values.shape[1]
@@ -84,6 +87,7 @@ def sum_runs(
         sum_kernel,
         len(tiles),
         values,
+        places,
         order,
         weights,
         weight_places,
@@ -91,7 +95,7 @@ def sum_runs(
         ends,
         out,
         num_runs,
-        len(values),
+        len(values if places is None else places),
         values.stride(0) // wide,
         out.stride(0) // wide,
         SIZE=size,

@@ -13,6 +13,7 @@ from nestpipe import Batch, Table
 from nestpipe.embedding.device_memory import DeviceMemory
 from nestpipe.embedding.features import Embeddings
 from nestpipe.embedding.group import group_features
+from nestpipe.embedding.model_rows import ModelRows
 from nestpipe.ops.sampled_softmax import sampled_softmax
 from nestpipe.ops.sequences import Sequences
 from tests.histories import NUM_ITEMS, embedded, histories
@@ -29,7 +30,7 @@ def features(batch: Batch, rows: Tensor) -> Embeddings:
     """Returns features as the embedding part hands them over on a device. Row i is that of key i."""
     groups, memory = group_features(declared(Table("item", rows.shape[1]))), DeviceMemory(DEVICE, is_staged=False)
     (group,) = memory.upload_batch(memory.prepare_batch(groups, batch, 1, 1)).groups
-    return Embeddings(groups, [group], 0, [rows[group.keys.to(DEVICE)]])
+    return Embeddings(groups, [group], 0, [ModelRows(rows[group.keys.to(DEVICE)])])
 
 
 def make_batch(lengths: list[int], num_negatives: int) -> Batch:
