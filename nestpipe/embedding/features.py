@@ -251,7 +251,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             feature_set = occurrences.group.feature_sets[s]
             sizes = occurrences.set_sizes(self._micro_batch, feature_set)
             rows = self._group_rows(name)
-            values = on_device.gather(occurrences.sets[self._micro_batch][s], rows.leaf, sizes, rows.stored)
+            values = on_device.gather(occurrences.sets[self._micro_batch][s], rows.variable, sizes, rows.stored)
             self._gathered.update(zip(self._names(occurrences, feature_set), values, strict=True))
         return self._gathered[name]
 
@@ -275,7 +275,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         """Pools all pooled features of a feature's group."""
         occurrences, s = self._set_of(name)
         names, rows = self._names(occurrences, occurrences.group.feature_sets[s]), self._group_rows(name)
-        pooled = on_device.pool(occurrences.sets[self._micro_batch][s], rows.leaf, len(names), rows.stored)
+        pooled = on_device.pool(occurrences.sets[self._micro_batch][s], rows.variable, len(names), rows.stored)
         self._values.update(zip(names, pooled, strict=True))
 
     def _joined(self, names: list[str]) -> Tensor | None:
@@ -286,7 +286,7 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         if names != self._names(occurrences, occurrences.group.feature_sets[s]):
             return None
         rows = self._group_rows(names[0])
-        return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows.leaf, len(names), rows.stored)
+        return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows.variable, len(names), rows.stored)
 
     def _make(self, name: str) -> None:
         """Makes the value of a feature, and of those that are made together with it."""

@@ -14,32 +14,32 @@ from nestpipe.kernels.rows.pooling import StoredRows
 class ModelRows:
     """The rows of one table group that a micro-batch uses."""
 
-    def __init__(self, leaf: Tensor, stored: StoredRows | None = None) -> None:
-        """leaf: [m, dim], gets the gradients. stored: where the rows are; None if they are in the leaf."""
-        self.leaf = leaf
+    def __init__(self, variable: Tensor, stored: StoredRows | None = None) -> None:
+        """variable: [m, dim], gets the gradients. stored: where the rows are; None if they are in the variable."""
+        self.variable = variable
         self.stored = stored
         self._is_over = False
 
     @staticmethod
     def read_at(stored: StoredRows, num_rows: int) -> "ModelRows":
-        """Returns rows that are read where they are stored. Their leaf takes no memory, and has no values."""
+        """Returns rows that are read where they are stored. Their variable takes no memory, and has no values."""
         array = stored.array if stored.places is not None else stored.array[:num_rows]
-        leaf = torch.empty_strided((num_rows, array.shape[1]), (0, 1), dtype=array.dtype, device=array.device)
-        return ModelRows(leaf, StoredRows(array, stored.places))
+        variable = torch.empty_strided((num_rows, array.shape[1]), (0, 1), dtype=array.dtype, device=array.device)
+        return ModelRows(variable, StoredRows(array, stored.places))
 
     @property
     def tensor(self) -> Tensor:
-        """Returns the leaf, with the rows in it."""
+        """Returns the variable, with the rows in it."""
         if self.stored is not None:
             if self._is_over:
                 raise RuntimeError("the rows of a micro-batch were asked for after its backward; read them before")
-            self.leaf.data = copy = self.stored.copied()
+            self.variable.data = copy = self.stored.copied()
             embedding_memory.add(copy)
             self.stored = None
-        return self.leaf
+        return self.variable
 
     def take_gradient(self) -> Tensor | None:
         """Returns the gradient and forgets it. The rows may change from now on."""
-        gradient, self.leaf.grad = self.leaf.grad, None
+        gradient, self.variable.grad = self.variable.grad, None
         self._is_over = True
         return gradient

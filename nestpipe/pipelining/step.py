@@ -84,7 +84,7 @@ class Step:
                 if num > 0:
                     yield self._micro_batch(i, rows, is_last=i == trained[-1])
                 self._pipeline.stages.collect_gradients(self.state, i, rows)
-                self._handed_over += [weakref.ref(group.leaf) for group in rows]
+                self._handed_over += [weakref.ref(group.variable) for group in rows]
                 del rows
             if not self._pipeline.world.runs_ahead:  # there, this thread only launches
                 self.trace.work.end("dense", op.batch, began)

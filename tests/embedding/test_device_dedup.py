@@ -180,7 +180,7 @@ def check_embeddings(features: FeatureGroups, ours: BatchDedup, theirs: BatchDed
         host_rows.append(rows.requires_grad_(not group.group.frozen))
     device_rows = [stored_in_disorder(rows.detach().to(DEVICE), micro_batch + i) for i, rows in enumerate(host_rows)]
     for ours_rows, their_rows in zip(device_rows, host_rows, strict=True):
-        ours_rows.leaf.requires_grad_(their_rows.requires_grad)
+        ours_rows.variable.requires_grad_(their_rows.requires_grad)
     expected = Embeddings(features, theirs.groups, micro_batch, [ModelRows(rows) for rows in host_rows])
     got = Embeddings(features, ours.groups, micro_batch, device_rows)
     losses = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=DEVICE)]

@@ -12,11 +12,11 @@ from nestpipe.kernels.rows.pooling import StoredRows
 
 
 def test_all_rows_are_copied_when_asked_for() -> None:
-    """Fails if `tensor` returns the leaf without filling it."""
+    """Fails if `tensor` returns the variable without filling it."""
     array, places = torch.arange(12.0).view(4, 3), torch.tensor([3, 0])
     rows = ModelRows.read_at(StoredRows(array, places), 2)
-    rows.leaf.requires_grad_()
-    assert rows.tensor is rows.leaf
+    rows.variable.requires_grad_()
+    assert rows.tensor is rows.variable
     assert rows.tensor.tolist() == [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0]]
     array.zero_()  # the copy is the model's own
     (rows.tensor * 2).sum().backward()
@@ -24,7 +24,7 @@ def test_all_rows_are_copied_when_asked_for() -> None:
     gradient = rows.take_gradient()
     assert gradient is not None
     assert gradient.tolist() == [[2.0] * 3] * 2
-    assert rows.leaf.grad is None
+    assert rows.variable.grad is None
 
 
 def test_rows_in_order_are_the_first_of_the_array() -> None:

@@ -170,8 +170,8 @@ class DenseOnly:
     def _step(self, batch: BatchDedup, rows: list[Tensor]) -> None:
         self.model.zero_grad()
         for i, inputs in enumerate(batch.inputs):
-            leaf = ModelRows(rows[i].detach().requires_grad_())
-            embeddings = Embeddings(self.features, batch.groups, i, [leaf])
+            variable = ModelRows(rows[i].detach().requires_grad_())
+            embeddings = Embeddings(self.features, batch.groups, i, [variable])
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
                 loss = self.model(embeddings, inputs) / self.weight
             loss.backward()

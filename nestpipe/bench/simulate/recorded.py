@@ -54,7 +54,8 @@ def _serial_of(run: Mapping[str, Any], runs: list[dict[str, Any]]) -> dict[str, 
 def _predicted(name: str, run: Mapping[str, Any], serial: Mapping[str, Any], fits: list[Fitted]) -> Record:
     """fits: those of the traces of serial runs; without any, the summary of one is taken."""
     num_ranks, num = int(run.get("ranks", 1)), int(run.get("num_micro_batches", 1))
-    is_limited = len(fits) > 0 or (num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS)
+    # No run of serial tells how ranks that share a device slow each other down.
+    is_limited = num_ranks == 1 and float(serial["dense_ms"]) >= LEAST_DENSE_MS
     fits = fits or [fit_summary(name, {"num_micro_batches": 1, **serial}, num_ranks)]
     way, overlap = way_named(str(run["schedule"])), None
     if run.get("cross_batch"):

@@ -107,8 +107,8 @@ class LocalBatch:
     def rows(self, micro_batch: int) -> list[ModelRows]:
         rows = self._rows.pop(micro_batch)
         for group, (dedup, _) in zip(rows, self._groups, strict=True):
-            use_here(group.leaf)
-            group.leaf.requires_grad_(not dedup.group.frozen)
+            use_here(group.variable)
+            group.variable.requires_grad_(not dedup.group.frozen)
         return rows
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
