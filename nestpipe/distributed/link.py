@@ -55,6 +55,7 @@ class Link:
         self.process = os.getpid()
         self._device_groups: list[dist.ProcessGroup] = []
         self._aborting: threading.Thread | None = None
+        self._abort_lock = threading.Lock()
         self._sockets = Sockets()
         self._lane = Lane("link")
         _open_links.add(self)
@@ -80,6 +81,7 @@ class Link:
             self._device_groups.append(group)
             if len(self._device_groups) == 1:
                 self.watch.when_failed.append(self._abort)
+                self.watch.call_when_lost(self._begin_abort)
         return group
 
     @property
@@ -90,11 +92,15 @@ class Link:
     def _abort(self) -> None:
         """Ends the collectives of device memory that wait for a lost rank: the device would wait for ever, and with it
         the process. NCCL may itself hang in this, so another thread does it."""
-        if self._aborting is None:
-            groups = (self._device_groups,)
-            self._aborting = threading.Thread(target=abort_all, args=groups, name="nestpipe-abort", daemon=True)
-            self._aborting.start()
-        self._aborting.join(ABORT_SECONDS)
+        self._begin_abort().join(ABORT_SECONDS)
+
+    def _begin_abort(self) -> threading.Thread:
+        with self._abort_lock:
+            if self._aborting is None:
+                groups = (self._device_groups,)
+                self._aborting = threading.Thread(target=abort_all, args=groups, name="nestpipe-abort", daemon=True)
+                self._aborting.start()
+            return self._aborting
 
     def gather(self, text: str) -> list[str]:
         """Returns the text of every rank."""

@@ -26,6 +26,8 @@ POLL_SECONDS = 0.1
 """Interval at which a waiting thread looks at the monitor."""
 STALL_PER_SLOW = 10
 """A rank is called slow after this part of stall_seconds."""
+TICKS_TO_LEAVE = 5
+"""Ticks after a failure in which threads of this rank may come by a wait and raise it, before `when_lost` is called."""
 MOST_NAMED = 8
 """Slow ranks that a warning names."""
 FAILED = "failed"
@@ -73,6 +75,9 @@ class Monitor:
         """Last heartbeat of rank 0, which holds the store unless another process does."""
         self.error: str | None = None
         """Reason for which the store is closed to this rank."""
+        self.when_lost: list[Callable[[], object]] = []
+        """Called, by this thread, some ticks after a rank or the store was lost."""
+        self._lost_ticks = 0
         self._store = store
         self._activity = activity
         self._timeout_seconds = timeout_seconds
@@ -160,6 +165,19 @@ class Monitor:
             self.error = str(error).splitlines()[0] if str(error) else type(error).__name__
         finally:
             del self._store
+        if self.error is not None:
+            self._outlive_store(self.error)
+
+    def _outlive_store(self, error: str) -> None:
+        """Refuses requests until `when_lost` was called."""
+        while not self._is_stopping and self._lost_ticks < TICKS_TO_LEAVE:
+            try:
+                item = self._requests.get(timeout=self.tick_seconds)
+            except Empty:
+                self._count_lost()
+                continue
+            if item is not None:
+                item[0].set_exception(StoreLostError(error))
 
     def _serve_until_tick(self) -> None:
         shortest = SHORTEST_TICK_SECONDS * 2 ** min(self._num_ticks, 10)
@@ -187,6 +205,8 @@ class Monitor:
     def _tick(self) -> None:
         self._num_ticks += 1
         self._count_idle()
+        if self.failures:
+            self._count_lost()
         if self._num_ticks % TICKS_PER_BEAT == 0:
             self._write_beat()
             return
@@ -224,6 +244,14 @@ class Monitor:
             self._next_look_seconds, self._has_warned = 0.0, False
         else:
             self._idle_seconds += passed
+
+    def _count_lost(self) -> None:
+        """Counts ticks since the world can no longer be used. A thread that waits for the device comes by no wait that
+        would tell it."""
+        self._lost_ticks += 1
+        if self._lost_ticks == TICKS_TO_LEAVE:
+            for action in self.when_lost:
+                action()
 
     def _must_look(self) -> bool:
         """Returns whether this rank has waited so long that it must find out which rank it waits for: once for a

@@ -26,7 +26,9 @@ Failures, and who detects them:
 - The store has not answered a waiting rank for nearly `timeout_seconds`: the process that holds it is stopped, or this
   rank is cut off. Each rank concludes this for itself. If the store was closed, only waits for other ranks fail: at the
   end of a run the process that holds it may leave first.
-- Every rank that reads of a failure, even its own, raises RankError from its current or next wait.
+- Every rank that reads of a failure, even its own, raises RankError from its current or next wait. A thread that waits
+  for the device instead is not in such a wait: five ticks after the failure the monitor ends the collectives of device
+  memory.
 
 Each failure says the failed rank's step, stage and host, and since when: for an error, when it was raised; for a rank
 that hangs, its last progress; for one that is gone, its last heartbeat.
@@ -90,6 +92,11 @@ class Watch:
         )
         # If rank 0 does not hold it, the process that started the ranks does: torchrun, or `nestpipe train --ranks`.
         self._rank_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def call_when_lost(self, action: Callable[[], object]) -> None:
+        """Calls an action, in another thread, some seconds after a rank was lost. It must not take long."""
+        if self._monitor is not None:
+            self._monitor.when_lost.append(action)
 
     @property
     def where(self) -> str:

@@ -156,3 +156,24 @@ def test_a_store_that_does_not_answer_for_a_while() -> None:
     time.sleep(0.5)
     assert not any(monitor.failures for monitor in monitors)
     stop(monitors)
+
+
+@pytest.mark.parametrize("what", ["a rank", "the store"])
+def test_someone_is_told_when_threads_do_not_ask(what: str) -> None:
+    """A thread that waits for the device reads no failures. Fails if _count_lost calls nothing, and, for the store, if
+    the thread ends at once."""
+    store, calls = CountingStore(), Counter[int]()
+    with ExitStack() as stack:
+        monitors = start(store, 3, timeout_seconds=1.0)
+        for monitor in monitors:
+            stack.callback(monitor.stop, 1.0)
+            monitor.when_lost.append(lambda rank=monitor.rank: calls.update([rank]))
+        time.sleep(10 * monitors[0].tick_seconds)
+        assert not calls
+        if what == "a rank":
+            monitors[2].publish({2: "no more space"}, 1.0)
+        else:
+            store.values.clear()  # every request raises an error
+        until(lambda: set(calls) == {0, 1, 2})
+        time.sleep(10 * monitors[0].tick_seconds)
+        assert set(calls.values()) == {1}
