@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestpipe.device.streams import use_here
 from nestpipe.distributed import Notice
+from nestpipe.distributed.mesh import Mesh
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import RowGradients
@@ -20,11 +21,13 @@ from nestpipe.embedding.plan import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_alone
 
+ALONE = Mesh(0, 1)
+
 
 class LocalExchange:
     """See Exchange."""
 
-    size = 1
+    size = num_owners = 1
 
     def __init__(self, memory: Memory, codecs: Codecs = EXACT) -> None:
         self._memory = memory
@@ -107,7 +110,7 @@ class LocalBatch:
                 self._collect(g, dedup, micro_batch, gradient)
 
     def _collect(self, g: int, dedup: RequesterDedup, micro_batch: int, gradient: Tensor | None) -> None:
-        group, limit = dedup.group, self._codecs.sum_limit(dedup.group.dtype, 1)
+        group, limit = dedup.group, self._codecs.sum_limit(dedup.group.dtype, ALONE)
         if gradient is None:
             gradient = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype).zero_()
         if not self._is_split:
