@@ -109,9 +109,9 @@ class World:
         # Only the caller's thread uses these three, and waits for each collective. So they can share a group.
         group, lane = link.group if link is not None else None, Lane("agreement")
         self.evaluate = Channel("evaluation", self.watch, self._transport(group), self.streams, lane, mesh=self.mesh)
-        self.control = Channel("agreement", self.watch, self._transport(group), self.streams, lane)
+        self.control = Channel("agreement", self.watch, self._transport(group), self.streams, lane, mesh=self.mesh)
         agreeing = self.issuer or lane, self.dense.device_group
-        self.commit = Channel("commit", self.watch, self._transport(group), self.streams, *agreeing)
+        self.commit = Channel("commit", self.watch, self._transport(group), self.streams, *agreeing, mesh=self.mesh)
         self.notice = Notice()
         """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
