@@ -200,7 +200,8 @@ class Step:
         return [gradients.values for gradients in self.state.training.sums if gradients is not None]
 
     def squared_gradient_norm(self) -> Tensor:
-        """Returns the squared norm of `gradients()`, to be summed over ranks. Of ranks with the same rows one counts."""
+        """Returns the squared norm of `gradients()`, to be summed over ranks. A row that several ranks have counts
+        once."""
         world, gradients = self._pipeline.world, self.gradients()
         return squared_norm(gradients if world.mesh.replica == 0 else (), world.device)
 
