@@ -184,7 +184,7 @@ class Case:
         kept = keys if num > 1 else 0  # rows of the requester, and as many sums of their gradients
         ahead = held if trial.is_windowed else widest
         across = keys if trial.crosses_batches else 0  # early rows of the next batch
-        sent = 2 * keys / num * (self.num_workers - 1) / self.num_workers
+        sent = 2 * keys / num * (self.num_shards - 1) / self.num_shards
         return (2 * kept + ahead + across + widest + keys + sent) * self.row_bytes
 
     def _replica_sum_bytes(self) -> float:

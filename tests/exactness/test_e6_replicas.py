@@ -386,6 +386,16 @@ def test_what_does_not_combine(replicas: int, options: dict[str, object], cause:
         assert cause in error
 
 
+def disagree(world: World) -> None:
+    World(world.rank, world.size, replicas=1 + world.rank)
+
+
+def test_ranks_must_agree() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_on(2, 1, disagree)
+    assert str(caught.value).count("ValueError: the ranks disagree on exchange.replicas: in order of rank 1, 2") == 2
+
+
 def test_groups_of_unequal_size() -> None:
     with pytest.raises(RankFailedError, match=r"replicas = 2 does not divide the 3 ranks.* set it to one of 1, 3"):
         run_on(3, 2, refused, {})
