@@ -2,9 +2,11 @@
 result is that of one group, up to rounding.
 
 Fails if a rank adds its own sums as they are, without the codec (`PLAIN.copy` in sum_over_replicas: replicas differ
-with rounded gradients), if sums are added in another order on each rank (`lists.sums_in` with the own ones first in
-replica_sums._group), if the crossing is that of one sharding group (`union.touched.keys` without the other groups'
-keys in union.unite_keys), if a late sum is not exchanged (without the call of `_over_replicas` in
+with rounded gradients), if odd replicas add in reverse order (`len(places) - 1 - group_by_row(places.flip(0), ...)` in
+replica_sums._group; found with three groups), if a row is early although another group's batch has its key (`early |
+~torch.isin(places, before.union.positions)` in crossing._owned_marks), if owners know the keys of their own group only
+(without _with_unions in route_keys), if a group sends the sums of other keys than its own (`is_own[:] = True` in
+plan._group_returns), if a late sum is not exchanged (without the call of `_over_replicas` in
 DistributedBatch.return_late_gradients), if every rank of a replica group counts in a norm (`gradients` of all ranks in
 Step.squared_gradient_norm), if ranks of all groups save rows (without `mesh.replica > 0` in Save._begin_rows), or if a
 digest counts every replica (without `mesh.replica == 0` in digest).
@@ -117,9 +119,10 @@ def rows_of(world: World, case: Case, clips: bool) -> tuple[list[float], list[to
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "clips"),
     [
-        ("nested", "adam", True),
+        ("nested", "sgd", True),
         *(pytest.param("nested", name, False, marks=pytest.mark.slow) for name in OPTIMIZERS),
         pytest.param("serial", "adagrad", True, marks=pytest.mark.slow),
+        pytest.param("serial", "own", False, marks=pytest.mark.slow),
     ],
 )
 def test_the_result_of_one_group(schedule: str, optimizer: str, clips: bool) -> None:
@@ -135,6 +138,25 @@ def test_the_result_of_one_group(schedule: str, optimizer: str, clips: bool) -> 
 
 
 # ---- what happens at a boundary between two batches ----
+
+
+def wanderers(world: World) -> list[tuple[str, int]]:
+    """Returns the overlaps of batches for which nested has other bits than serial."""
+    wrong = []
+    for shared, num_micro_batches in (("some", 1), ("most", 2)):
+        digests = set()
+        for schedule in ("serial", "nested"):
+            trainer = trainer_of(world, Case("adam", "shared", num_micro_batches, schedule=schedule))
+            trainer.fit(batches_of(shared, world))
+            digests.add(f"{trainer.digest()} {are_equal(trainer)}")
+        if len(digests) > 1 or "False" in digests.pop():
+            wrong.append((shared, num_micro_batches))
+    return wrong
+
+
+def test_keys_that_move_from_one_group_to_another() -> None:
+    """A row that another group needed for the batch before must not be sent early."""
+    assert run_on(4, 2, wanderers) == [[]] * 4
 
 
 def interrupted(world: World, event: str, folder: Path, moments: range) -> list[tuple[int, bool]]:
@@ -210,16 +232,15 @@ def failing_step(world: World, schedule: str, max_rows: int) -> int:
         object.__setattr__(table, "max_rows", max_rows)
     trainer.store = trainer.empty_store()
     with pytest.raises(Exception, match=r"more than its max_rows"):
-        trainer.fit(share_of(global_batches(12), world))
+        trainer.fit(batches_of("none", world))
     return trainer.num_steps
 
 
 def test_max_rows_counts_the_keys_of_all_groups() -> None:
-    """A rank has one of two shards, in one group of two ranks and in two such groups. Fails if `retrieve` gets the keys
-    of its own group only."""
-    for max_rows in (16, 26):
+    """A rank has one of two shards, in one group of two ranks and in two such groups."""
+    for max_rows in (12, 40):
         expected = run_on(2, 1, failing_step, "serial", max_rows)
-        assert (expected[0] > 0) == (max_rows == 26)
+        assert (expected[0] > 0) == (max_rows == 40)
         for schedule in ("serial", "nested"):
             assert run_on(4, 2, failing_step, schedule, max_rows) == expected * 2
 
