@@ -110,7 +110,7 @@ def test_streams(size: int, replicas: int, num_ways: int) -> None:
 
 def rows_of(world: World, case: Case, clips: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Returns the losses, and the keys and rows of all tables."""
-    trainer = trainer_of(world, case, clip_norm=0.5 if clips else None, clip_rows=clips)
+    trainer = trainer_of(world, case, clip_norm=0.02 if clips else None, clip_rows=clips)
     losses = trainer.fit(share_of(global_batches(12), world)).losses
     exported = [trainer.export_embedding(table.name) for table in trainer.tables]
     return losses, [tensor.detach() for keys, rows in exported for tensor in (keys, rows.weight)]
