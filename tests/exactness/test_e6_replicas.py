@@ -379,7 +379,7 @@ def too_large(world: World) -> tuple[str, int]:
 
 
 def test_sums_that_a_message_cannot_have() -> None:
-    """Fails if the limit of Codecs.sum_limit does not divide by the ranks of a group: rows become infinite."""
+    """Fails if Codecs.sum_limit does not divide by the ranks of a group: rows become infinite."""
     assert run_on(2, 1, too_large) == [("True", 1)] * 2
     assert run_on(4, 2, too_large) == [("not finite", 0)] * 4
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestpipe.distributed.mesh import Mesh
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 
@@ -113,13 +112,11 @@ class Codecs:
     rows: Codec = PLAIN
     gradients: Codec = PLAIN
 
-    def sum_limit(self, dtype: torch.dtype, mesh: Mesh) -> float:
+    def sum_limit(self, dtype: torch.dtype, world_size: int, num_summed: int = 1) -> float:
         """Returns the largest magnitude of a requester's sum of gradients that is finite in a message, and leaves the
-        sum over all ranks finite; with replicas also that over a sharding group in a message."""
-        largest = self.gradients.largest(dtype)
-        if mesh.num_replicas > 1:
-            largest /= 2 * mesh.num_shards
-        return min(largest, torch.finfo(dtype).max / (2 * mesh.size))
+        sum over all ranks finite. num_summed: ranks whose sums are added, and sent in a message again."""
+        largest = self.gradients.largest(dtype) / (2 * num_summed if num_summed > 1 else 1)
+        return min(largest, torch.finfo(dtype).max / (2 * world_size))
 
 
 EXACT = Codecs()

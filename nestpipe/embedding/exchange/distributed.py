@@ -113,7 +113,8 @@ class DistributedBatch:
         self._memory = memory
         self._codecs = codecs
         self._num_micro_batches = batch.num_micro_batches
-        limits = [codecs.sum_limit(dedup.group.dtype, rows.mesh) for dedup in batch.groups]
+        num_summed = rows.mesh.num_shards if rows.mesh.num_replicas > 1 else 1
+        limits = [codecs.sum_limit(dedup.group.dtype, rows.size, num_summed) for dedup in batch.groups]
         pairs = zip(batch.groups, limits, strict=True)
         self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nestpipe.device.streams import use_here
 from nestpipe.distributed import Notice
-from nestpipe.distributed.mesh import Mesh
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import RowGradients
@@ -20,8 +19,6 @@ from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.plan import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_alone
-
-ALONE = Mesh(0, 1)
 
 
 class LocalExchange:
@@ -110,7 +107,7 @@ class LocalBatch:
                 self._collect(g, dedup, micro_batch, gradient)
 
     def _collect(self, g: int, dedup: RequesterDedup, micro_batch: int, gradient: Tensor | None) -> None:
-        group, limit = dedup.group, self._codecs.sum_limit(dedup.group.dtype, ALONE)
+        group, limit = dedup.group, self._codecs.sum_limit(dedup.group.dtype, 1)
         if gradient is None:
             gradient = self._memory.empty_rows(dedup.num_rows(micro_batch), group.dim, group.dtype).zero_()
         if not self._is_split:
