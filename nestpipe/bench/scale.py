@@ -20,6 +20,7 @@ from nestpipe.bench.harness.pairs import alternate, one_thread, spread
 from nestpipe.bench.harness.report import Record
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.distributed import Channel, Notice
+from nestpipe.distributed.mesh import Mesh
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import BatchDedup, dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
@@ -56,6 +57,7 @@ class EchoChannel:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.mesh = Mesh(self.rank, size)
         self.seconds = 0.0
         """Time spent in this channel."""
         self.own_keys = torch.empty(0, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from typing import Any
 from nestpipe.checkpoint import folder
 from nestpipe.checkpoint.agree import agree
 from nestpipe.checkpoint.errors import CheckpointError, DamagedError, LeftHalfwayError
-from nestpipe.checkpoint.manifest import FORMAT, read_manifest, read_part, state_name
+from nestpipe.checkpoint.manifest import FORMAT, num_shards_of, read_manifest, read_part, state_name
 from nestpipe.checkpoint.match import check_dense, check_tables
 from nestpipe.checkpoint.old import read_old_dense, read_old_rank
 from nestpipe.checkpoint.partial import LoadReport, fitting_columns, fitting_dense, whole_columns
@@ -140,6 +140,11 @@ def _read(checkpoint: Path, subject: Subject, store: Store, strict: bool) -> _Re
         check_tables(manifest, subject.tables, subject.seed)
     dense = read_old_dense(checkpoint, manifest) if is_old else _read_dense(checkpoint, manifest)
     if is_old:
+        if world.mesh.num_replicas > 1:
+            raise ValueError(
+                f"format {manifest['format']} cannot be loaded with exchange.replicas = {world.mesh.num_replicas}; "
+                "load and save it once without replicas"
+            )
         own, data_is_equal = read_old_rank(checkpoint, manifest, store, names, world.rank, world.size)
         if manifest["world_size"] != world.size:
             own = _position(own, data_is_equal, manifest, world.size, strict)
@@ -149,8 +154,9 @@ def _read(checkpoint: Path, subject: Subject, store: Store, strict: bool) -> _Re
             columns = whole_columns(list(manifest["tables"]), {name: store.spec(name) for name in names})
         else:
             columns = fitting_columns(manifest["tables"], subject.tables, subject.seed, report)
-        reader = RowReader(store, columns, world.rank, world.size)
-        _read_rows(checkpoint, reader, world.rank, world.size)
+        shard = world.mesh.shard, world.mesh.num_shards
+        reader = RowReader(store, columns, *shard)
+        _read_rows(checkpoint, reader, *shard)
         own, num_bytes = _read_own(checkpoint, manifest, world.rank, world.size, strict), reader.num_bytes
     if manifest["world_size"] == world.size:
         dense.setdefault("model", {}).update(own.get("model", {}))
@@ -201,11 +207,11 @@ def _read_state(file: Path, expected: Written) -> dict[str, Any]:
     return state
 
 
-def _read_rows(checkpoint: Path, reader: RowReader, rank: int, size: int) -> None:
-    """Reads the rows of a checkpoint and of its bases, those of the complete one first."""
+def _read_rows(checkpoint: Path, reader: RowReader, shard: int, num_shards: int) -> None:
+    """Reads the rows of a shard of a checkpoint and of its bases, those of the complete one first."""
     for path, manifest in folder.chain(checkpoint):
-        num_saved = manifest["world_size"]
-        with_own_buckets = range(rank * num_saved // size, -(-(rank + 1) * num_saved // size))
+        num_saved = num_shards_of(manifest)
+        with_own_buckets = range(shard * num_saved // num_shards, -(-(shard + 1) * num_saved // num_shards))
         parts = [read_part(path, manifest, saved_rank).content for saved_rank in with_own_buckets]
         reader.read(saved_shards(path, parts, manifest["save_id"]))
 

@@ -15,6 +15,9 @@ from nestpipe.checkpoint.errors import DamagedError
 MANIFEST = "manifest.json"
 FORMAT = 3
 """Written by this version. Formats 1 and 2, of version 0.1 and of an early 0.2, are read as well."""
+REPLICAS_FORMAT = 4
+"""Written if there are several sharding groups, of which the first one has saved the rows. Versions that would look for
+them on all ranks refuse it. Once read, it is FORMAT."""
 
 
 def sealed(content: Mapping[str, Any]) -> str:
@@ -34,7 +37,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise DamagedError(f"{file} is not the manifest of a checkpoint")
     if manifest.get("format") not in (1, 2):  # those have no checksum of their own
         _check_seal(file, manifest)
+    if manifest.get("format") == REPLICAS_FORMAT:
+        manifest["format"] = FORMAT
     return manifest
+
+
+def num_shards_of(manifest: Mapping[str, Any]) -> int:
+    """Returns the number of ranks among which the rows of a checkpoint are sharded: its first ones."""
+    return int(manifest.get("num_shards", manifest["world_size"]))
 
 
 @dataclass(frozen=True)

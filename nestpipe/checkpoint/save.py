@@ -20,7 +20,7 @@ from nestpipe.checkpoint import folder
 from nestpipe.checkpoint.agree import agree
 from nestpipe.checkpoint.errors import CheckpointError
 from nestpipe.checkpoint.lock import FolderLock
-from nestpipe.checkpoint.manifest import FORMAT, MANIFEST, part_name, read_manifest, sealed, state_name
+from nestpipe.checkpoint.manifest import FORMAT, MANIFEST, REPLICAS_FORMAT, part_name, read_manifest, sealed, state_name
 from nestpipe.checkpoint.match import describe_dense, describe_tables
 from nestpipe.checkpoint.row_writer import RowWriter
 from nestpipe.checkpoint.state_file import EncodedState, encode, write_state
@@ -173,9 +173,12 @@ class Save:
         return json.dumps({"staging": str(staging), "save_id": secrets.token_hex(16), "has_base": has_base})
 
     def _begin_rows(self) -> str:
+        mesh = self._world.mesh
+        if mesh.replica > 0:  # the first sharding group writes the rows
+            return ""
         subject, save_id = self._subject, bytes.fromhex(self.save_id)
         tables = [table.name for table in subject.tables]
-        place = self._staging, self._world.rank, self._world.size
+        place = self._staging, mesh.shard, mesh.num_shards
         self._rows = RowWriter(subject.store, tables, *place, save_id, changed_only=self.base is not None)
         return ""
 
@@ -193,8 +196,7 @@ class Save:
             self._written.set_exception(error)
 
     def _write_files(self) -> None:
-        assert self._rows is not None
-        rank, shards = self._world.rank, self._rows.write(self._is_awaited)
+        rank, shards = self._world.rank, {} if self._rows is None else self._rows.write(self._is_awaited)
         if rank == 0:
             dense = write_state(self._staging / DENSE, self._dense)
         part = {
@@ -222,10 +224,11 @@ class Save:
         contents = {name: json.loads(file.read_text()) for name, file in parts.items()}
         dense_checksum, dense_bytes = contents[part_name(0)]["dense"]
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if self._world.mesh.num_replicas == 1 else REPLICAS_FORMAT,
             "save_id": self.save_id,
             "base": None if self.base is None else {"name": self.base.path.name, "save_id": self.base.save_id},
             "world_size": self._world.size,
+            "num_shards": self._world.mesh.num_shards,
             "num_steps": subject.num_steps,
             "num_skipped": subject.num_skipped,
             "num_micro_batches": subject.num_micro_batches,

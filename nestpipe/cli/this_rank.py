@@ -32,10 +32,12 @@ def on_this_rank(config: Config, work: Callable[[Config, World], Summary], train
     text = f"nestpipe: rank {os.environ.get('RANK', '0')}: SIGTERM received; stopping at the next step"
     sigterm: AbstractContextManager[object] = Sigterm(notice, text) if trains else nullcontext()
     with sigterm:
-        return _on_this_rank(config, work, notice)
+        return _on_this_rank(config, work, notice, trains)
 
 
-def _on_this_rank(config: Config, work: Callable[[Config, World], Summary], notice: Notice) -> Summary | None:
+def _on_this_rank(
+    config: Config, work: Callable[[Config, World], Summary], notice: Notice, trains: bool
+) -> Summary | None:
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     config = config.resolved(num_local_ranks, usable_cores())
     assert config.runtime.device is not None
@@ -47,6 +49,7 @@ def _on_this_rank(config: Config, work: Callable[[Config, World], Summary], noti
             section.backend,
             section.stall_seconds,
             section.shared_memory,
+            replicas=config.exchange.replicas if trains else 1,
         )
     except ValueError as error:
         raise failed(error, 2) from None

@@ -13,6 +13,7 @@ from torch import Tensor
 from nestpipe.device.streams import Mark, Streams, mark, use_here, wait_for, with_streams
 from nestpipe.device.transfer import download
 from nestpipe.distributed.lane import Lane, LaneThread
+from nestpipe.distributed.mesh import Mesh
 from nestpipe.distributed.monitor import POLL_SECONDS
 from nestpipe.distributed.stamps import Stamps
 from nestpipe.distributed.transport import Transfer, Transport
@@ -40,10 +41,13 @@ class Channel:
         streams: Streams | None = None,
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.name = name
         self.rank = watch.rank
         self.size = watch.size
+        self.mesh = mesh or Mesh(watch.rank, watch.size)
+        """Groups of ranks that share rows. Collectives are always those of all ranks."""
         self.watch = watch
         self.transport = transport
         """Way of host memory; None in a world of one, or if the channel carries device memory only."""

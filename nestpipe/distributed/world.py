@@ -23,6 +23,7 @@ from nestpipe.distributed.backend import choose_backend, device_place, take_rank
 from nestpipe.distributed.channel import Channel
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
+from nestpipe.distributed.mesh import Mesh
 from nestpipe.distributed.notice import Notice
 from nestpipe.distributed.shared_memory import (
     LARGE_RING_BYTES,
@@ -66,6 +67,7 @@ class World:
         stall_seconds: float = 600.0,
         link: Link | None = None,
         shared_memory: bool = True,
+        replicas: int = 1,
     ) -> None:
         """backend: "gloo", or "nccl", which carries device memory. has_issuer: one thread issues all collectives of
         rows and dense gradients, in schedule order; None if the backend decides.
@@ -73,10 +75,13 @@ class World:
         timeout_seconds: time without a sign of life after which a rank ends the run. stall_seconds: time without
         progress after which a living rank does. link: connections to the other ranks; by default, those of
         torch.distributed or of the environment. shared_memory: ranks that are all on one host exchange host memory
-        through memory that they share; otherwise, or if False, through gloo.
+        through memory that they share; otherwise, or if False, through gloo. replicas: groups of ranks of which each
+        has all rows of all tables (2D sparse parallel; docs/large-clusters.md). It divides size.
         """
         self.rank = rank
         self.size = size
+        self.mesh = Mesh(rank, size, replicas)
+        """Which ranks have which rows."""
         self.device = full_device(device)
         """Device of the model and of the rows in training."""
         self.streams = Streams(self.device)
@@ -88,6 +93,8 @@ class World:
         if size > 1 and link is None:
             link = _link(rank, size, timeout_seconds, stall_seconds)
         self._link = link
+        if link is not None:
+            _check_replicas(link, replicas)
         self.watch = link.watch if link is not None else Watch(rank, size, None, timeout_seconds, stall_seconds)
         needs_issuer = backend == "nccl" if has_issuer is None else has_issuer
         self.issuer = Lane("issuer") if size > 1 and needs_issuer else None
@@ -101,10 +108,10 @@ class World:
         self.dense = self._channel("dense reduction", is_on_device=True, needs_host=True)
         # Only the caller's thread uses these three, and waits for each collective. So they can share a group.
         group, lane = link.group if link is not None else None, Lane("agreement")
-        self.evaluate = Channel("evaluation", self.watch, self._transport(group), self.streams, lane)
-        self.control = Channel("agreement", self.watch, self._transport(group), self.streams, lane)
+        self.evaluate = Channel("evaluation", self.watch, self._transport(group), self.streams, lane, mesh=self.mesh)
+        self.control = Channel("agreement", self.watch, self._transport(group), self.streams, lane, mesh=self.mesh)
         agreeing = self.issuer or lane, self.dense.device_group
-        self.commit = Channel("commit", self.watch, self._transport(group), self.streams, *agreeing)
+        self.commit = Channel("commit", self.watch, self._transport(group), self.streams, *agreeing, mesh=self.mesh)
         self.notice = Notice()
         """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
@@ -119,13 +126,14 @@ class World:
         stall_seconds: float = 600.0,
         shared_memory: bool = True,
         nccl_may_share_device: bool = False,
+        replicas: int = 1,
     ) -> "World":
         """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
         one.
 
         device: None takes the accelerator if there is one. Rank 0 then prints ranks and device once.
         nccl_may_share_device: for tests of NCCL on one device. Ranks that share it exchange through loopback sockets,
-        which is slow.
+        which is slow. replicas: groups of ranks of which each has all rows.
         """
         global _environment_world
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -133,15 +141,25 @@ class World:
         own_device = device_of_rank(default_device() if device is None else device, local_rank)
         if size == 1:
             choose_backend(backend, [device_place(own_device)])  # refuses a backend that is not available
-            world = World(device=own_device)
+            world = World(device=own_device, replicas=replicas)
         else:
+            Mesh(0, size, replicas)  # refuses a number that does not divide the ranks, before they connect
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
             link = _link(rank, size, timeout_seconds, stall_seconds)
             places = link.gather(device_place(own_device))
             chosen = choose_backend(backend, places, may_share_device=nccl_may_share_device)
             if nccl_may_share_device:
                 take_ranks_for_hosts(rank)
-            world = World(rank, size, timeout_seconds, own_device, chosen, link=link, shared_memory=shared_memory)
+            world = World(
+                rank,
+                size,
+                timeout_seconds,
+                own_device,
+                chosen,
+                link=link,
+                shared_memory=shared_memory,
+                replicas=replicas,
+            )
             if places[rank]:
                 world.num_sharing_device = places.count(places[rank])
             _environment_world = ref(world)
@@ -220,7 +238,7 @@ class World:
                 device_group = self._group(self.backend)
         needs_group = self._shared is None and (device_group is None or needs_host)
         transport = self._transport(self._group("gloo") if needs_group else None)
-        return Channel(name, self.watch, transport, self.streams, lane, device_group)
+        return Channel(name, self.watch, transport, self.streams, lane, device_group, self.mesh)
 
     def _transport(self, group: dist.ProcessGroup | None) -> Transport | None:
         """Returns the way of host memory on the next channel. All ranks make their channels in the same order."""
@@ -255,6 +273,14 @@ def _shared_memory(link: Link, rank: int) -> SharedMemory | None:
             return None
         rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
         return link.run(lambda: SharedMemory(Neighbours(rank, listener, addresses), rings))
+
+
+def _check_replicas(link: Link, replicas: int) -> None:
+    by_rank = link.gather(str(replicas))
+    if len(set(by_rank)) > 1:
+        raise ValueError(
+            f"the ranks disagree on exchange.replicas: in order of rank {', '.join(by_rank)}; give all ranks the same"
+        )
 
 
 def _link(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> Link:

@@ -139,6 +139,16 @@ class BatchDedup:
     has_batch: bool
     """False if this rank is out of data and takes part with an empty batch."""
 
+    def asking(self, ranks: range, num_ranks: int) -> "BatchDedup":
+        """Returns the batch with these of all ranks as owners. So far owners are counted from 0."""
+
+        def counts_of(group: RequesterDedup) -> Tensor:
+            counts = group.counts.new_zeros(num_ranks, group.counts.shape[1])
+            counts[ranks.start : ranks.stop] = group.counts
+            return counts
+
+        return replace(self, groups=[replace(group, counts=counts_of(group)) for group in self.groups])
+
     @property
     def num_micro_batches(self) -> int:
         return len(self.num_samples)

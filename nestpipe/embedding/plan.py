@@ -9,7 +9,7 @@ Requester and owner derive the same plan from the bits that say which micro-batc
 so that they can be mapped from keys to rows or slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.part_bits import with_early_part, with_late_part
 from nestpipe.embedding.replica import Replica, by_table
+from nestpipe.embedding.replica_sums import ReplicaSums, plan_replica_sums
 from nestpipe.embedding.route import OwnerDedup, Route
 from nestpipe.embedding.travel import MessageSizes, TravelList, lay_out
 from nestpipe.kernels.rows.segments import Segments, make_segments
@@ -60,7 +61,8 @@ class Sends:
 
 @dataclass(frozen=True)
 class KeySums:
-    """The gradients of owned keys: which keys, and the entries that are added for each."""
+    """The gradients of owned keys: which keys, and the entries that are added for each. With several sharding groups
+    they are those of this rank's own one."""
 
     keys: Tensor | None
     """Indices of the owned keys, ascending; None for all."""
@@ -104,9 +106,15 @@ class Returns:
     gradients_in: MessageSizes
     gradients_out: MessageSizes
     has_late: bool
+    replica_sums: ReplicaSums | None = None
+    """With several sharding groups: the sums of keys that are updated at the end of the batch."""
+    late_replica_sums: ReplicaSums | None = None
+    """Those of late gradients; None if nothing is late."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Returns":
-        return replace(self, groups=[group.map(function) for group in self.groups])
+        sums, late_sums = (s and s.map(function) for s in (self.replica_sums, self.late_replica_sums))
+        groups = [group.map(function) for group in self.groups]
+        return replace(self, groups=groups, replica_sums=sums, late_replica_sums=late_sums)
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,22 @@ def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late
     gradients_out, lists_out = lay_out([group.gradients_out for group in groups], widths)
     pairs = zip(groups, lists_in, lists_out, strict=True)
     groups = [replace(group, gradients_in=into, gradients_out=out) for group, into, out in pairs]
-    return Returns(groups, gradients_in, gradients_out, has_late=late is not None)
+    returns = Returns(groups, gradients_in, gradients_out, has_late=late is not None)
+    return _with_replica_sums(returns, route, marks, row_bytes)
+
+
+def _with_replica_sums(returns: Returns, route: Route, marks: Sequence[Marks | None], row_bytes: RowBytes) -> Returns:
+    """Adds the sums that replica groups exchange, if there are several sharding groups."""
+    owners = route.owner_dedups
+    unions = {g: owner.union for g, owner in enumerate(owners) if owner.union is not None and not owner.group.frozen}
+    if not unions:
+        return returns
+    late = {g: mark.owned for g in unions if (mark := marks[g]) is not None and owners[g].group.allows_late_gradients}
+    is_urgent = {g: ~late[g] if g in late else None for g in unions}
+    sums, late_sums = plan_replica_sums(unions, is_urgent, row_bytes), None
+    if returns.has_late:
+        late_sums = plan_replica_sums({g: unions[g] for g in late}, {**late}, row_bytes)
+    return replace(returns, replica_sums=sums, late_replica_sums=late_sums)
 
 
 def plan_shares(route: Route, rank: int) -> Shares | None:
@@ -219,8 +242,14 @@ def make_plan(
 def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -> bool:
     """Returns whether each row travels once, and its gradient takes the same way back."""
     groups = [dedup.group for dedup in route.batch.groups]
-    return route.batch.num_micro_batches == 1 and all(
-        not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group) for group in groups
+    has_replicas = any(owner.union is not None for owner in route.owner_dedups)
+    return (
+        route.batch.num_micro_batches == 1
+        and not has_replicas
+        and all(
+            not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group)
+            for group in groups
+        )
     )
 
 
@@ -284,16 +313,18 @@ def _replica_sends(dedup: RequesterDedup, replica: Replica, early: Marks | None,
 
 
 def _group_shares(owner: OwnerDedup, replica: Replica, rank: int) -> GroupSends:
-    """Each owner sends all its sums to every rank."""
+    """Each owner sends all its sums to every rank of its sharding group."""
     num_ranks, num_own = len(replica.owner_counts), len(owner.keys)
+    ranks = range(num_ranks) if owner.union is None else owner.union.mesh.sharding_group
     first = int(replica.owner_counts[:rank].sum())
     others = torch.cat([replica.by_owner[:first], replica.by_owner[first + num_own :]])
     places_in = torch.cat([others, replica.by_owner[first : first + num_own]])
-    counts_in, counts_out = replica.owner_counts.copy(), np.full(num_ranks, num_own)
+    counts_in, counts_out = replica.owner_counts.copy(), np.zeros(num_ranks, dtype=np.int64)
+    counts_out[ranks.start : ranks.stop] = num_own
     counts_in[rank] = counts_out[rank] = 0
-    num_sent = (num_ranks - 1) * num_own
+    num_sent = (len(ranks) - 1) * num_own
     into = TravelList(places_in, [0, len(others), len(places_in)], counts_in[None])
-    out = TravelList(torch.arange(num_own).repeat(num_ranks), [0, num_sent, num_sent + num_own], counts_out[None])
+    out = TravelList(torch.arange(num_own).repeat(len(ranks)), [0, num_sent, num_sent + num_own], counts_out[None])
     return GroupSends(owner.group, into, out)
 
 
@@ -311,9 +342,17 @@ def _group_returns(
         out = _by_row(_listed(wanted, num_parts, "last", window, dedup.counts_by_owner, rank), dedup)
         into = _listed(owned, num_parts, "last", window, owner.entry_counts, rank)
     order, offsets = _entries_by_key(owner)
-    sums, late_sums = KeySums(None, make_segments(order, offsets)), None
-    if late is not None and dedup.group.allows_late_gradients:
+    has_late = late is not None and dedup.group.allows_late_gradients
+    if owner.union is not None:
+        is_own = torch.zeros(len(owner.keys), dtype=torch.bool)
+        is_own[owner.union.positions] = True
+        late_own = late.owned & is_own if late is not None and has_late else None
+        sums = _sums_of(is_own if late_own is None else is_own & ~late_own, order, offsets)
+        late_sums = None if late_own is None else _sums_of(late_own, order, offsets)
+    elif late is not None and has_late:
         sums, late_sums = (_sums_of(keys, order, offsets) for keys in (~late.owned, late.owned))
+    else:
+        sums, late_sums = KeySums(None, make_segments(order, offsets)), None
     return GroupReturns(dedup.group, out, into, len(owner.key_index), sums, late_sums)
 
 

@@ -46,6 +46,7 @@ class Reading:
         store: Store,
         exchange: Exchange,
         device: torch.device,
+        is_counting: bool = True,
     ) -> None:
         """uploaded: the batch of the route on the model's device."""
         self.weights = route.batch.weights
@@ -55,8 +56,9 @@ class Reading:
         self._device = device
         rows = BatchRows(store, HOST)
         resident = rows.retrieve(route.owner_dedups).groups
-        self.num_untrained_keys = rows.num_unstored_keys
-        """Distinct keys of the global batch that this rank owns and that were never trained."""
+        self.num_untrained_keys = rows.num_unstored_keys if is_counting else 0
+        """Distinct keys of the global batch that this rank owns and that were never trained. Of a replica group, one
+        rank counts them."""
         self._exchange = exchange.open(route, exchange.plan(route, "once"), resident)
 
     def __iter__(self) -> Iterator[Part]:
@@ -87,11 +89,13 @@ def read_batch(
     try:
         if isinstance(batch, Exception):
             raise batch
-        split = num_parts, channel.size, store.num_threads, clustering
+        split = num_parts, channel.mesh.num_shards, store.num_threads, clustering
         keys = uploaded = dedup_batch(groups, batch, *split)
         if not memory.is_host:
             uploaded = memory.upload_batch(memory.prepare_batch(groups, batch, *split))
     except Exception as error:
         keys = error
     route = exchange.route(keys, groups, Notice())
-    return None if route is None else Reading(groups, route, uploaded, store, exchange, memory.device)
+    if route is None:
+        return None
+    return Reading(groups, route, uploaded, store, exchange, memory.device, is_counting=channel.mesh.replica == 0)

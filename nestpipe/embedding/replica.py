@@ -4,7 +4,8 @@ A requester reads rows from its own replica, so no row travels. Gradients travel
 of other tables do, and the owners add them up. Then each owner sends its sums to all ranks, which apply them alike. So
 the replicas stay equal, to the bit, and equal to the rows of the same table without replicas.
 
-Which keys a batch touches, all ranks learn in its route: each owner tells them its list.
+Which keys a batch touches, all ranks learn in its route: each owner tells them its list. With several sharding groups
+(see union.py), owners and requesters are those of one of them.
 """
 
 from collections.abc import Sequence
@@ -56,18 +57,22 @@ def share_keys(
     pairs = [(dedup, keys) for dedup, keys in zip(groups, owned, strict=True) if dedup.group.is_replicated]
     if not pairs:
         return [None] * len(groups), 0
+    ranks = channel.mesh.sharding_group  # it has all keys together
     sent_counts = torch.cat([keys.table_offsets.diff().int() for _, keys in pairs])
-    counts = channel.all_to_all_equal(sent_counts.repeat(channel.size, 1))
+    by_rank = torch.zeros(channel.size, len(sent_counts), dtype=torch.int32)
+    by_rank[ranks.start : ranks.stop] = sent_counts
+    counts = channel.all_to_all_equal(by_rank)
     sent = torch.cat([keys.keys for _, keys in pairs]).view(torch.uint8)
+    sent_sizes = [len(sent) * (rank in ranks) for rank in range(channel.size)]
     sizes = counts.sum(1) * KEY_BYTES
     received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-    channel.all_to_all(sent.repeat(channel.size), [len(sent)] * channel.size, received, sizes.tolist())
+    channel.all_to_all(sent.repeat(len(ranks)), sent_sizes, received, sizes.tolist())
     by_group = counts.split([len(keys.group.tables) for _, keys in pairs], dim=1)
-    lists = _split(received, [part.sum(1).numpy().astype(np.int64) for part in by_group])
+    lists = split_keys(received, [part.sum(1).numpy().astype(np.int64) for part in by_group])
     replicas = iter(
         _replica(dedup, flat, part.numpy()) for (dedup, _), flat, part in zip(pairs, lists, by_group, strict=True)
     )
-    num_bytes = (channel.size - 1) * (len(sent) + sent_counts.nbytes)
+    num_bytes = (len(ranks) - 1) * (len(sent) + sent_counts.nbytes)
     return [next(replicas) if dedup.group.is_replicated else None for dedup in groups], num_bytes
 
 
@@ -82,9 +87,9 @@ def by_table(counts: NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(np.repeat(shifts, counts.ravel()) + np.arange(int(counts.sum())))
 
 
-def _split(received: Tensor, counts: list[NDArray[np.int64]]) -> list[Tensor]:
-    """Returns the keys of each group, owner after owner. counts: [ranks] keys of each group. The message has those of
-    each owner, group after group."""
+def split_keys(received: Tensor, counts: list[NDArray[np.int64]]) -> list[Tensor]:
+    """Returns the keys of each group, rank after rank. counts: [ranks] keys of each group. The message has those of
+    each rank, group after group."""
     sizes = np.stack(counts) * KEY_BYTES
     totals = sizes.sum(axis=0)
     starts = np.cumsum(totals) - totals + np.cumsum(sizes, axis=0) - sizes

@@ -44,7 +44,8 @@ class ReplicaStore:
         for name in sorted(self.tables):
             spec, own = self.copies.spec(name), self.store.export_piece(name, 0, NUM_BUCKETS)
             content = torch.cat([array.reshape(-1).view(torch.uint8) for array in own])
-            for part in self._world.control.all_gather_bytes(content):
+            is_needed = self._world.mesh.replica == 0  # the other sharding groups have the same rows
+            for part in self._world.control.all_gather_bytes(content if is_needed else content[:0]):
                 self.copies.import_piece(name, 0, NUM_BUCKETS, _piece(part, spec))
 
     def gather_tables(
@@ -100,10 +101,10 @@ class ReplicaStore:
 
     def _owned(self, tables: Sequence[str], offsets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the indices of the keys that this rank owns, and the first of each table among them."""
-        owned = []
+        mesh, owned = self._world.mesh, []
         for name, (first, end) in zip(tables, pairwise(offsets.tolist()), strict=True):
-            order, counts = group_by_owner(name, keys[first:end], self._world.size)
-            owned.append(first + order.split(counts.tolist())[self._world.rank])
+            order, counts = group_by_owner(name, keys[first:end], mesh.num_shards)
+            owned.append(first + order.split(counts.tolist())[mesh.shard])
         ends = torch.tensor([0, *map(len, owned)]).cumsum(0)
         return torch.cat(owned), ends
 

@@ -1,11 +1,12 @@
 """Route: tells each owner which of its keys the global batch needs, which ranks need them, and when. Moves no rows.
 
 A rank first sends every rank a header and, for each table, the number of keys that it needs; then the keys, each with a
-bit for every micro-batch. The owner dedups once more.
+bit for every micro-batch. The owner dedups once more. With several sharding groups, ranks ask the owners in their own
+one; then owners learn the keys of the others (see union.py).
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.replica import KEY_BYTES, Replica, TouchedKeys, share_keys
+from nestpipe.embedding.union import UnionKeys, unite_keys
 from nestpipe.store.native import plan_ops
 
 
@@ -29,6 +31,9 @@ class OwnerDedup(TouchedKeys):
     """[entries, bytes] bits of the requester's micro-batches that use the key."""
     entry_counts: NDArray[np.int64]
     """[ranks] entries of each requester."""
+    union: UnionKeys | None = None
+    """With several sharding groups: `keys` are those of all of them, in the order of the union. Entries are those of
+    this rank's own group."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,9 @@ def route_keys(
         names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
     owner_dedups, key_bytes = _exchange_keys(batch, counts, channel)
+    if channel.mesh.num_replicas > 1:
+        owner_dedups, union_bytes = _with_unions(owner_dedups, channel)
+        key_bytes += union_bytes
     replicas, shared_bytes = share_keys(batch.groups, owner_dedups, channel)
     totals = agreed.total_weights
     return Route(
@@ -221,6 +229,17 @@ def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) ->
         distinct, key_index, table_counts = plan_ops.owner_dedup(keys, counts[g])
         dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), key_index, uses, arriving.counts[g]))
     return dedups, sent.num_bytes
+
+
+def _with_unions(owner_dedups: list[OwnerDedup], channel: Channel) -> tuple[list[OwnerDedup], int]:
+    """Returns the dedups with the keys of all sharding groups, and the bytes sent."""
+    unions, num_bytes = unite_keys(owner_dedups, channel)
+    united = []
+    for dedup, union in zip(owner_dedups, unions, strict=True):
+        keys, offsets = union.touched.keys, union.touched.table_offsets
+        index = union.positions.index_select(0, dedup.key_index)
+        united.append(replace(dedup, keys=keys, table_offsets=offsets, key_index=index, union=union))
+    return united, num_bytes
 
 
 def _rank_sums(counts: Tensor) -> NDArray[np.int64]:

@@ -175,7 +175,7 @@ def _parts(corpus: Tensor | int) -> list[Tensor]:
 
 def _owned(keys: Tensor, table: str, channel: Channel) -> Tensor:
     order, counts = group_by_owner(table, keys, channel.size)
-    return keys[order.split(counts.tolist())[channel.rank]]
+    return keys[order.split(counts.tolist())[channel.mesh.part]]
 
 
 def _gather_queries(queries: Queries, part: slice, sizes: list[int], channel: Channel) -> Queries:

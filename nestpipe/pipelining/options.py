@@ -33,6 +33,8 @@ class PipelineOptions:
     your own. None stands for the dtype of the table, which does not."""
     gradient_dtype: str | Codec | None = None
     """Form of gradients in messages, likewise."""
+    check_replicas: int = 0
+    """Steps from one comparison of the replicas of rows to the next, with `World(replicas=...)`; 0 for none."""
     seed: int = 0
     """Seed of initial rows and of the model's random numbers."""
     num_threads: int = 1
@@ -56,6 +58,8 @@ class PipelineOptions:
             raise ValueError(f"num_micro_batches is {self.num_micro_batches}, must be at least 1")
         if self.device_budget_bytes is not None and self.device_budget_bytes < 1:
             raise ValueError(f"device_budget_bytes is {self.device_budget_bytes}, must be at least 1")
+        if self.check_replicas < 0:
+            raise ValueError(f"check_replicas is {self.check_replicas}, must be at least 0")
         check_resident_bytes(self.resident_bytes)
         for name in ("row_dtype", "gradient_dtype"):
             self._check_codec(name, getattr(self, name))

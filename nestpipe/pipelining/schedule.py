@@ -32,7 +32,8 @@ does not need are returned then. b, b+1 and b-1 have their rows resident; digits
 return_gradients waits for route b+1, which tells which gradients are late. If one thread issues all collectives, all of
 its later operations wait for retrieve b+1, too; so send_early_rows comes half-way through the micro-batches instead.
 
-With replicated tables, share_sums follows the last return_gradients on its lane, and sum_gradients waits for it.
+With replicated tables, or several sharding groups, share_sums follows the last return_gradients on its lane, and
+sum_gradients waits for it.
 
 A lane does its operations in the order of the list. An operation also waits for those that waits_for names, which stand
 before it in the list; so the list can always be played.
@@ -74,7 +75,7 @@ def operations(
     """Yields the operations of an endless run, in the order in which they are issued.
 
     cross_batch: nested exchanges across batches, too. has_issuer: one thread issues all collectives. has_replicas:
-    owners send the gradients of replicated tables to all ranks.
+    several ranks have the same rows, and exchange sums of gradients: of replicated tables, or of all of them.
 
     A run of `steps` steps must not pull more batches than it trains. It needs more than `steps` batches only if some do
     not count as steps. So each further batch is pulled only after the one before it was routed.

@@ -11,6 +11,7 @@ from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.row_pool import RowPool
 from nestpipe.pipelining.options import PipelineOptions
+from nestpipe.pipelining.replicas import refuse_with_replicas
 from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op, operations
 from nestpipe.store.interface import RowStore
 
@@ -30,10 +31,12 @@ def operations_of(
 
 
 def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroups) -> bool:
-    """Returns whether gradients of replicated tables travel. Refuses options that do not combine with such tables."""
+    """Returns whether ranks with the same rows exchange sums. Refuses options that do not combine with that."""
+    refuse_with_replicas(world, options)
+    replicas = world.mesh.num_replicas
     names = [name for group in features.groups if group.is_replicated for name in group.names]
     if not names:
-        return False
+        return replicas > 1
     if options.device_budget_bytes is not None:
         raise ValueError(
             f"memory.device_budget_bytes does not count the rows of replicated tables ({', '.join(names)}); leave it "
@@ -43,7 +46,8 @@ def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroup
         raise ValueError(
             f'pipeline.stale does not combine with replicated tables ({", ".join(names)}); set placement = "sharded"'
         )
-    return world.size > 1 and any(group.is_replicated and not group.frozen for group in features.groups)
+    trains_replicated = any(group.is_replicated and not group.frozen for group in features.groups)
+    return replicas > 1 or (world.size > 1 and trains_replicated)
 
 
 def can_cross(world: World, options: PipelineOptions) -> bool:

@@ -62,7 +62,8 @@ class Stages:
         """crosses: rows and gradients may cross the boundary between two batches."""
         self._features = features
         self._batches = batches
-        self._store = store
+        self.store = store
+        """Store that training reads and writes."""
         self._writer: Writer | RowStore = store
         self._world = world
         self._exchange = exchange
@@ -90,11 +91,11 @@ class Stages:
         """Makes this the only writer of the store, from before the first operation until `close`. All ranks call it."""
         if isinstance(self._writer, Writer):
             return
-        self._writer = self._store.open_writer()
+        self._writer = self.store.open_writer()
         self._residence.open(self._writer)
-        if isinstance(self._store, ReplicaStore):  # other writers may have changed rows of any owner
+        if isinstance(self.store, ReplicaStore):  # other writers may have changed rows of any owner
             self._residence.forget_replicas()
-            self._store.refresh()
+            self.store.refresh()
 
     @property
     def is_open(self) -> bool:
@@ -103,7 +104,7 @@ class Stages:
     def close(self) -> None:
         if isinstance(self._writer, Writer):
             self._writer.close()
-            self._writer = self._store
+            self._writer = self.store
             self._residence.close()
 
     # ---- before training ----
@@ -118,7 +119,7 @@ class Stages:
         keys: BatchDedup | PackedBatch | Exception
         try:
             batch = next(self._batches, None)
-            split = options.num_micro_batches, self._exchange.size, options.num_threads, options.clustering
+            split = options.num_micro_batches, self._exchange.num_owners, options.num_threads, options.clustering
             keys = self._memory.prepare_batch(self._features, batch, *split)
         except Exception as error:  # travels in the route's header to all ranks
             keys = error
@@ -231,7 +232,8 @@ class Stages:
             exchange.return_gradients(op.micro_batch, training.gradients.pop(op.micro_batch, []))
 
     def share_sums(self, op: Op) -> None:
-        """Sends the sums of gradients of replicated tables from the owners of their keys to all ranks."""
+        """Sends the sums of gradients to the ranks that have the same rows: replicas of a rank's shard, and replicated
+        tables."""
         exchange = self._exchange_of(op)
         if exchange is not None:
             exchange.share_sums()

@@ -205,8 +205,10 @@ class Step:
         return [gradients.values for gradients in self.state.training.sums if gradients is not None]
 
     def squared_gradient_norm(self) -> Tensor:
-        """Returns the squared norm of `gradients()`."""
-        return squared_norm(self.gradients(), self._pipeline.world.device)
+        """Returns the squared norm of `gradients()`, to be summed over ranks. A row that several ranks have counts
+        once."""
+        world, gradients = self._pipeline.world, self.gradients()
+        return squared_norm(gradients if world.mesh.replica == 0 else (), world.device)
 
     @property
     def _exchange(self) -> BatchExchange:

@@ -256,7 +256,9 @@ class _Keys:
 
     def _route(self, batch: Batch | None, num: int) -> Route:
         options = self._options
-        dedup = dedup_batch(self._groups, batch, num, self._world.size, options.num_threads, options.clustering)
+        dedup = dedup_batch(
+            self._groups, batch, num, self._exchange.num_owners, options.num_threads, options.clustering
+        )
         route = self._exchange.route(dedup, self._groups, Notice())
         assert route is not None  # some rank has a batch
         return route
@@ -268,7 +270,9 @@ class _Keys:
         assert plan is not None
         assert returns is not None
         rows = plan.sends.rows_in.num_bytes if plan.sends.num_early else [0, *plan.sends.rows_in.num_bytes]
-        gradients = returns.gradients_out.num_bytes if returns.has_late else [*returns.gradients_out.num_bytes, 0]
+        gradients = [*returns.gradients_out.num_bytes, *(() if returns.has_late else (0,))]
+        for part, sums in ((-2, returns.replica_sums), (-1, returns.late_replica_sums)):
+            gradients[part] += sums.sums_out.num_bytes[0] if sums is not None else 0
         most = self._by_rank([*rows, *gradients]).amax(0).tolist()
         rows, gradients = most[: len(rows)], most[len(rows) :]
         return Traffic(tuple(rows[1:]), tuple(gradients[:-1]), rows[0], gradients[-1])

@@ -1,6 +1,7 @@
 """The ways of training that are simulated, and the operations of each: those that the trainer executes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nestpipe.pipelining.schedule import WITHOUT_EXCHANGE, Op, operations
 from nestpipe.pipelining.stage import COMPUTE
@@ -24,14 +25,23 @@ def way_named(name: str) -> Way:
 
 
 def all_ways(num_groups: int) -> tuple[Way, ...]:
-    """Returns the ways of training, and as costs only: 2D sparse parallel, and an All2All in two hops."""
+    """Returns the ways of training, and as costs only: 2D sparse parallel as it was published, which averages copies of
+    rows, and an All2All in two hops."""
     return (
         *SCHEDULE_WAYS,
+        in_groups(CROSSING, num_groups),
         Way("serial-2d", "serial", num_groups=num_groups),
         Way("nested-2d", "nested", num_groups=num_groups),
         Way("serial-two-hops", "serial", exchange=TWO_HOPS),
         Way("nested-two-hops", "nested", exchange=TWO_HOPS),
     )
+
+
+def in_groups(way: Way, num_groups: int) -> Way:
+    """Returns a way of training with exchange.replicas."""
+    if num_groups == 1:
+        return way
+    return replace(way, name=f"{way.name}-replicas", num_groups=num_groups, adds_sums=True)
 
 
 def operations_of(
@@ -41,7 +51,8 @@ def operations_of(
     dense optimizer after commit, and other work at the end of a step. has_issuer: one thread issues all exchanges.
     has_replicas: some tables are replicated."""
     schedule = WITHOUT_EXCHANGE.get(way.schedule, way.schedule) if num_workers == 1 else way.schedule
-    kinds = {"cross_batch": way.cross_batch, "has_issuer": has_issuer, "has_replicas": has_replicas and num_workers > 1}
+    has_replicas = (has_replicas or way.adds_sums) and num_workers > 1
+    kinds = {"cross_batch": way.cross_batch, "has_issuer": has_issuer, "has_replicas": has_replicas}
     for op in operations(schedule, num_micro_batches, **kinds):
         yield op
         if op.stage == "commit":

@@ -59,3 +59,10 @@ class Way:
     exchange: str = DIRECT
     num_groups: int = 1
     """Groups of workers that have a copy of all rows each (2D sparse parallel). Rows travel inside a group only."""
+    adds_sums: bool = False
+    """Groups exchange sums of gradients, so that their copies stay equal: exchange.replicas."""
+
+    @property
+    def replicas(self) -> int:
+        """Returns the copies of a row that the same updates keep equal."""
+        return self.num_groups if self.adds_sums else 1

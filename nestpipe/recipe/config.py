@@ -203,6 +203,18 @@ class ExchangeSection:
     gradient_dtype: str | None = key(
         None, "form of gradients in messages, likewise", choices=tuple(ROUNDING), option="gradient_dtype"
     )
+    replicas: int = key(
+        1,
+        "groups of consecutive ranks, each with all rows of all tables; rows are exchanged inside a group, sums of "
+        "gradients among groups. It divides the number of ranks",
+        at_least=1,
+    )
+    check_replicas: int = key(
+        0,
+        "steps from one comparison of the rows that groups of ranks have in common to the next; 0: never",
+        at_least=0,
+        option="check_replicas",
+    )
 
 
 @dataclass(frozen=True)

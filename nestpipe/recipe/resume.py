@@ -23,7 +23,14 @@ from nestpipe.recipe.text import parse_config
 from nestpipe.recipe.value import ConfigError, literal
 
 _FREE_SECTIONS = ("evaluate", "published", "logging", "checkpoint", "distributed", "memory")
-_FREE_KEYS = ("train.steps", "tables.max_rows", "tables.placement", "data.num_workers")
+_FREE_KEYS = (
+    "train.steps",
+    "tables.max_rows",
+    "tables.placement",
+    "exchange.replicas",
+    "exchange.check_replicas",
+    "data.num_workers",
+)
 """Sections and keys that may differ when a run resumes: its length, what is watched and saved, who reads, where rows
 are, and limits that an error message may have told the user to raise."""
 _MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))

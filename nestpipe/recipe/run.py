@@ -47,6 +47,11 @@ def run(
 
     If checkpoint.dir holds a checkpoint, the run resumes from it; `fresh` moves the old checkpoints away first.
     """
+    if world.mesh.num_replicas != config.exchange.replicas:
+        raise ConfigError(
+            f"exchange.replicas = {config.exchange.replicas}, but the world was made with replicas = "
+            f"{world.mesh.num_replicas}; give both the same"
+        )
     this_run = start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer

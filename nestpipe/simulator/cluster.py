@@ -127,10 +127,10 @@ class PoolSection:
 
 @dataclass(frozen=True)
 class TwoDSection:
-    """2D sparse parallel: costs only, nestpipe does not train so."""
+    """2D sparse parallel: with sums of gradients (exchange.replicas), or as it was published, which averages copies."""
 
     num_groups: int = key(4, "groups of workers; each has a copy of all rows", at_least=1)
-    sync_ms: float = key(0.0, "making the copies equal, for each step", at_least=0)
+    sync_ms: float = key(0.0, "averaging the copies, for each step, in the ways that do", at_least=0)
 
 
 @dataclass(frozen=True)

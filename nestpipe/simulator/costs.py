@@ -1,7 +1,7 @@
 """Costs of the stages on a cluster: one function for each stage, found by the stage's name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,16 @@ class Case:
     def group_size(self) -> int:
         """Workers among which rows travel."""
         return max(1, self.num_workers // self.way.num_groups)
+
+    @property
+    def replicas(self) -> int:
+        """Returns the copies of a row, if sums keep them equal."""
+        return min(self.way.replicas, self.num_workers)
+
+    @property
+    def owned_share(self) -> float:
+        """Returns the keys of the global batch whose rows a worker has, relative to the keys of its own batch."""
+        return self.cluster.batch.owned_share * self.replicas
 
     @property
     def crosses_batches(self) -> bool:
@@ -69,6 +79,7 @@ def _upload(case: Case, op: Op) -> Work:
 def _route(case: Case, op: Op) -> Work:
     batch = case.cluster.batch  # keys of replicated tables go to their owners, and from there to all
     exchange = _all_to_all(case, (batch.keys + 2 * batch.replicated_keys) * KEY_BYTES)
+    exchange += _to_replicas(case, _keys_of_a_group(case) * KEY_BYTES)
     if case.crosses_batches:
         exchange += _all_to_all(case, case.cluster.batch.keys * REPLY_BYTES)
     return _collective(exchange, case.by_workers("route_ms") * _planned(case))
@@ -104,7 +115,9 @@ def _return_gradients(case: Case, op: Op) -> Work:
 
 
 def _share_sums(case: Case, op: Op) -> Work:
-    return _collective(_all_to_all(case, case.cluster.batch.replicated_keys * case.cluster.sum_bytes))
+    share = case.cluster.batch.key_overlap if case.crosses_batches else 1.0
+    exchange = _all_to_all(case, case.cluster.batch.replicated_keys * case.cluster.sum_bytes)
+    return _collective(exchange + _among_replicas(case, share))
 
 
 def _send_early_rows(case: Case, op: Op) -> Work:
@@ -112,7 +125,8 @@ def _send_early_rows(case: Case, op: Op) -> Work:
 
 
 def _return_late_gradients(case: Case, op: Op) -> Work:
-    return _collective(_all_to_all(case, (1 - case.cluster.batch.key_overlap) * _gradient_bytes(case)))
+    share = 1 - case.cluster.batch.key_overlap
+    return _collective(_all_to_all(case, share * _gradient_bytes(case)) + _among_replicas(case, share))
 
 
 def _dense(case: Case, op: Op) -> Work:
@@ -136,12 +150,13 @@ def _commit(case: Case, op: Op) -> Work:
 
 def _update(case: Case, op: Op) -> Work:
     share = case.cluster.batch.key_overlap if case.crosses_batches else 1.0
-    sync_ms = case.cluster.two_d.sync_ms if case.way.num_groups > 1 else 0.0
-    return Work(share * case.cluster.dense.row_update_ms + sync_ms)
+    averages = case.way.num_groups > 1 and not case.way.adds_sums
+    sync_ms = case.cluster.two_d.sync_ms if averages else 0.0
+    return Work(share * case.replicas * case.cluster.dense.row_update_ms + sync_ms)
 
 
 def _late_update(case: Case, op: Op) -> Work:
-    return Work((1 - case.cluster.batch.key_overlap) * case.cluster.dense.row_update_ms)
+    return Work((1 - case.cluster.batch.key_overlap) * case.replicas * case.cluster.dense.row_update_ms)
 
 
 def _nothing(case: Case, op: Op) -> Work:
@@ -203,6 +218,23 @@ def _all_to_all(case: Case, num_bytes: float) -> Exchange:
     return all_to_all(case.cluster.network, case.group_size, num_bytes, case.way.exchange)
 
 
+def _keys_of_a_group(case: Case) -> float:
+    """Returns the keys for which a worker has a sum of its group's gradients: at most those of its own batch, if no two
+    workers share keys, and those of all groups."""
+    return case.cluster.batch.keys * min(1.0, case.owned_share)
+
+
+def _among_replicas(case: Case, share: float) -> Exchange:
+    """Returns the exchange of a share of the sums."""
+    return _to_replicas(case, share * _keys_of_a_group(case) * case.cluster.gradient_bytes)
+
+
+def _to_replicas(case: Case, num_bytes: float) -> Exchange:
+    """Returns the time of sending the same bytes to each worker that has the same rows. These are on other nodes."""
+    network = replace(case.cluster.network, devices_per_node=1)
+    return all_to_all(network, case.replicas, case.replicas * num_bytes)
+
+
 def _collective(exchange: Exchange, local_ms: float = 0.0) -> Work:
     return Work(local_ms, True, exchange.latency_ms, exchange.transfer_ms)
 
@@ -210,7 +242,7 @@ def _collective(exchange: Exchange, local_ms: float = 0.0) -> Work:
 def _host_ms(case: Case, store_gb_per_second: float) -> float:
     """Returns the time in which the busiest owner moves its records between the store and the device."""
     batch, host = case.cluster.batch, case.cluster.host
-    num_records = batch.keys * batch.owned_share * case.by_workers("imbalance") * (1 - case.hit_rate)
+    num_records = batch.keys * case.owned_share * case.by_workers("imbalance") * (1 - case.hit_rate)
     num_bytes = num_records * case.cluster.record_bytes
     return num_bytes / 1e6 * (1 / store_gb_per_second + 1 / host.pcie_gb_per_second)
 

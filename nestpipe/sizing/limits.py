@@ -46,7 +46,7 @@ def problems(case: Case, limits: Limits) -> list[str]:
             f"{gb(case.resident_bytes or 0)}"
         )
     for table in case.tables:
-        if table.num_rows > MOST_ROWS * case.num_workers:
+        if table.num_rows > MOST_ROWS * case.num_shards:
             found.append(f"table {table.name} has {table.num_rows:,} rows; a worker holds at most {MOST_ROWS:,}")
     return found
 
@@ -63,7 +63,7 @@ def largest_table(case: Case) -> str:
 def most_rows(case: Case, limits: Limits) -> int:
     """Returns the most rows, over all workers, that the largest table may have next to the others; 0 if none fit."""
     name = largest_table(case)
-    return _most(MOST_ROWS * case.num_workers, lambda rows: fits(case.with_rows(name, rows), limits))
+    return _most(MOST_ROWS * case.num_shards, lambda rows: fits(case.with_rows(name, rows), limits))
 
 
 def remedies(case: Case, limits: Limits) -> list[str]:
@@ -79,16 +79,26 @@ def remedies(case: Case, limits: Limits) -> list[str]:
 
 def _more_workers(case: Case, limits: Limits) -> Iterator[str]:
     """Tries more workers with the same rows in all, and the same batch of each."""
-    num = _least(case.num_workers + 1, MOST_WORKERS, lambda n: fits(replace(case, num_workers=n), limits))
+    size = case.num_shards + 1  # of a group
+    num = _least(
+        size, MOST_WORKERS // case.replicas, lambda n: fits(replace(case, num_workers=n * case.replicas), limits)
+    )
     if num is not None:
-        yield f"--workers {num}"
+        yield f"--workers {num * case.replicas}"
+
+
+def _fewer_replicas(case: Case, limits: Limits) -> Iterator[str]:
+    for replicas in range(case.replicas - 1, 0, -1):
+        if case.num_workers % replicas == 0 and fits(replace(case, replicas=replicas), limits):
+            yield f"exchange.replicas = {replicas} instead of {case.replicas}"
+            return
 
 
 def _fewer_rows(case: Case, limits: Limits) -> Iterator[str]:
     name = largest_table(case)
     rows = most_rows(case, limits)
-    if rows // case.num_workers > 0 and rows < next(t.num_rows for t in case.tables if t.name == name):
-        yield f"max_rows = {rows // case.num_workers} for table {name}, {rows:,} rows in all"
+    if rows // case.num_shards > 0 and rows < next(t.num_rows for t in case.tables if t.name == name):
+        yield f"max_rows = {rows // case.num_shards} for table {name}, {rows:,} rows in all"
 
 
 def _smaller_dim(case: Case, limits: Limits) -> Iterator[str]:
@@ -147,7 +157,16 @@ def _other_budget(case: Case, limits: Limits) -> Iterator[str]:
 
 
 REMEDIES: tuple[Callable[[Case, Limits], Iterator[str]], ...] = (
-    *(_more_workers, _fewer_rows, _smaller_dim, _less_state, _smaller_batch, _other_pool, _other_budget),
+    *(
+        _more_workers,
+        _fewer_replicas,
+        _fewer_rows,
+        _smaller_dim,
+        _less_state,
+        _smaller_batch,
+        _other_pool,
+        _other_budget,
+    ),
 )
 
 

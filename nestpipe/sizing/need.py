@@ -1,7 +1,8 @@
 """The memory that a worker needs: a formula, with what a trial has measured on one rank.
 
 Of U distinct keys in a worker's batch and W workers, a worker owns O = U x W^(growth - 1) of the global batch: more
-workers have more keys, but share many of them (keys.py).
+workers have more keys, but share many of them (keys.py). With exchange.replicas, M groups of W / M workers have all
+rows each: a worker has M times the rows and the keys of one of W, and sums of its group's keys besides.
 """
 
 from collections.abc import Sequence
@@ -72,6 +73,13 @@ class Case:
     device_budget_bytes: int | None = None
     batch_scale: float = 1.0
     """Size of a batch, relative to the recipe's."""
+    replicas: int = 1
+    """exchange.replicas."""
+
+    @property
+    def num_shards(self) -> int:
+        """Returns the workers among which rows are sharded."""
+        return self.num_workers // self.replicas
 
     @property
     def num_keys(self) -> float:
@@ -81,8 +89,8 @@ class Case:
     @property
     def num_owned(self) -> float:
         """Returns the distinct keys of a global batch that a worker owns."""
-        rows = sum(table.num_rows for table in self.tables) / self.num_workers
-        return min(self.num_keys * self.keys.owned(self.num_workers), max(rows, 1.0))
+        rows = sum(table.num_rows for table in self.tables) / self.num_shards
+        return min(self.replicas * self.num_keys * self.keys.owned(self.num_workers), max(rows, 1.0))
 
     @property
     def row_bytes(self) -> float:
@@ -110,7 +118,7 @@ class Case:
             return self.least_pool_bytes
         if self.resident_bytes is None:
             return SPARE * self.least_pool_bytes
-        all_rows = sum(table.num_rows * table.record_bytes for table in self.tables) / self.num_workers
+        all_rows = sum(table.num_rows * table.record_bytes for table in self.tables) / self.num_shards
         return max(self.least_pool_bytes, min(self.resident_bytes, all_rows))
 
     @property
@@ -123,18 +131,22 @@ class Case:
     def parts(self) -> list[Part]:
         """Returns the memory of a worker, by kind."""
         trial, place = self.trial, DEVICE if self.trial.is_on_device else HOST
-        store = sum(table.num_rows * table.record_bytes for table in self.tables) / self.num_workers
-        rows = sum(table.num_rows for table in self.tables) / self.num_workers
+        store = sum(table.num_rows * table.record_bytes for table in self.tables) / self.num_shards
+        rows = sum(table.num_rows for table in self.tables) / self.num_shards
+        sharded = "rows / workers" if self.replicas == 1 else f"{self.replicas} replicas x rows / workers"
         parts = [
             Part("program", HOST, trial.program_bytes, "the process before its first step, measured"),
-            Part("store", HOST, store, "rows / workers x (dim + state width) x bytes of a number"),
-            Part("overhead", HOST, rows * OVERHEAD_BYTES, f"rows / workers x {OVERHEAD_BYTES}: key, index, step"),
+            Part("store", HOST, store, f"{sharded} x (dim + state width) x bytes of a number"),
+            Part("overhead", HOST, rows * OVERHEAD_BYTES, f"{sharded} x {OVERHEAD_BYTES}: key, index, step"),
             Part("dense", place, trial.dense_bytes, "dense parameters, gradients, optimizer state"),
             Part("pool", place, self.pool_bytes, self._pool_formula()),
             Part("lists", place, self._list_bytes(), "keys, positions, inputs and plans of the batches under way"),
             Part("messages", place, self._message_bytes(), "rows and gradients of a batch, and their messages"),
             Part("activations", place, trial.activation_bytes * self.batch_scale, "peak of a step less all of these"),
         ]
+        if self.replicas > 1:
+            formula = "keys of a group x row: the sums of all groups, twice in messages"
+            parts.append(Part("replica sums", place, self._replica_sum_bytes(), formula))
         if trial.is_on_device:
             staging = trial.embeddings.staging * self.batch_scale
             parts.append(Part("staging", HOST, staging, "pinned memory of records on their way"))
@@ -172,8 +184,13 @@ class Case:
         kept = keys if num > 1 else 0  # rows of the requester, and as many sums of their gradients
         ahead = held if trial.is_windowed else widest
         across = keys if trial.crosses_batches else 0  # early rows of the next batch
-        sent = 2 * keys / num * (self.num_workers - 1) / self.num_workers
+        sent = 2 * keys / num * (self.num_shards - 1) / self.num_shards
         return (2 * kept + ahead + across + widest + keys + sent) * self.row_bytes
+
+    def _replica_sum_bytes(self) -> float:
+        """Returns the sums of this worker's group, sent and received ones, those of all groups, and their totals."""
+        own = self.num_keys * self.keys.owned(self.num_shards)
+        return ((1 + 2 * (self.replicas - 1) + self.replicas) * own + self.num_owned) * self.row_bytes
 
     @property
     def _tried_row_bytes(self) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nestpipe.distributed.mesh import Mesh
 from nestpipe.recipe.build import Run
 from nestpipe.recipe.config import Config
 from nestpipe.recipe.value import ConfigError, suggestion
@@ -31,6 +32,7 @@ class Plan:
         lane, busy = self.step.busiest_lane
         return {
             "workers": self.case.num_workers,
+            "replicas": self.case.replicas,
             "parts": [vars(part) for part in self.case.parts],
             "host_bytes": self.case.total(HOST),
             "device_bytes": self.case.total(DEVICE),
@@ -65,6 +67,8 @@ def plan(
 ) -> Plan:
     """Plans a recipe. gb_per_second: bandwidth of a worker, each way; None for the network of the default cluster.
     rows: numbers of rows of tables, over all workers."""
+    replicas = config.exchange.replicas
+    Mesh(0, num_workers, replicas)  # refuses groups of unequal size
     trial, this_run = try_recipe(config)
     check_limits(trial.is_on_device, limits)
     dataset = this_run.source.training()
@@ -75,6 +79,7 @@ def plan(
         keys=key_growth(dataset, features, trial.batch_size, num_workers),
         tables=table_sizes(config, this_run, num_workers, rows or {}),
         num_workers=num_workers,
+        replicas=replicas,
         resident_bytes=memory.resident_bytes if isinstance(memory.resident_bytes, int) else None,
         device_budget_bytes=memory.device_budget_bytes,
     )
@@ -110,7 +115,8 @@ def table_sizes(config: Config, this_run: Run, num_workers: int, given: Mapping[
         if table.name in given:
             num, origin = given[table.name], "--rows"
         elif table.name in most_rows:
-            num, origin = most_rows[table.name] * num_workers, f"max_rows of {num_workers} workers"
+            num_shards = num_workers // config.exchange.replicas
+            num, origin = most_rows[table.name] * num_shards, f"max_rows of {num_shards} workers"
         else:
             num, origin = counted[table.name].num_rows, counted[table.name].origin
         if table.num_keys is not None and num > table.num_keys:

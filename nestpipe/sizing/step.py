@@ -8,7 +8,7 @@ from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.choose import CANDIDATES, MARGIN
 from nestpipe.prediction.result import Result, sum_up
 from nestpipe.prediction.split_costs import BACKWARD, FORWARD, play_split, predict_step_ms
-from nestpipe.prediction.ways import CROSSING, way_named
+from nestpipe.prediction.ways import CROSSING, in_groups, way_named
 from nestpipe.recipe.config import AUTO, Config
 from nestpipe.simulator.cluster import (
     BatchSection,
@@ -55,6 +55,7 @@ def expected_step(case: Case, recipe: Config, gb_per_second: float | None) -> St
     cluster. A number of micro-batches that is chosen later is the best one here."""
     trial, schedule = case.trial, case.trial.config.pipeline.schedule
     way = CROSSING if trial.crosses_batches and case.num_workers > 1 else way_named(schedule)
+    way = in_groups(way, case.replicas)
     splits = schedule in WINDOWED and case.num_workers > 1
     chooses = recipe.pipeline.num_micro_batches == AUTO
     numbers = [trial.num_micro_batches] if not chooses else [n for n in CANDIDATES if splits or n == 1]
@@ -72,7 +73,7 @@ def expected_step(case: Case, recipe: Config, gb_per_second: float | None) -> St
 def cluster_of(case: Case, num_micro_batches: int, gb_per_second: float | None) -> Cluster:
     """Returns the cluster of workers like the rank of the trial."""
     trial, exchange = case.trial, case.trial.config.exchange
-    owned_share = case.num_owned / max(1.0, case.num_keys)
+    owned_share = case.num_owned / case.replicas / max(1.0, case.num_keys)
     record_bytes = max(1.0, case.num_keys * case.record_bytes)
 
     # Lanes take cores from each other, so work takes longer than the serial steps of the trial show.

@@ -127,6 +127,7 @@ def _for_trial(config: Config) -> Config:
         # One rank has the rows of all workers that its batches need.
         tables=tuple(replace(table, max_rows=None) for table in config.tables),
         pipeline=replace(config.pipeline, num_micro_batches=num),
+        exchange=replace(config.exchange, replicas=1, check_replicas=0),
         memory=replace(config.memory, resident_bytes="minimum", device_budget_bytes=NO_LIMIT),
         evaluate=replace(evaluation, num_samples=num_evaluated, every=0, patience=0),
         checkpoint=CheckpointSection(),

@@ -25,6 +25,8 @@ def export_embedding(trainer: "Trainer", name: str) -> tuple[Tensor, nn.Embeddin
         own_keys = all_keys[_owned_positions(trainer, name, all_keys)]
     else:
         own_keys = trainer.store.export_piece(name, 0, 1 << 16).keys
+    if trainer.world.mesh.replica > 0:  # the first sharding group has all rows
+        own_keys = own_keys[:0]
     rows = trainer.store.gather(name, own_keys, rows_only=True).records
     keys = torch.cat([part.clone().view(torch.int64) for part in channel.all_gather_bytes(own_keys.view(torch.uint8))])
     parts = channel.all_gather_bytes(rows.flatten().view(torch.uint8))
@@ -57,8 +59,9 @@ def import_rows(trainer: "Trainer", name: str, keys: Tensor, rows: Tensor) -> No
 
 def _owned_positions(trainer: "Trainer", name: str, keys: Tensor) -> Tensor:
     """Returns the positions of the keys that this rank owns."""
-    order, counts = group_by_owner(name, keys, trainer.world.size)
-    positions: Tensor = order.split(counts.tolist())[trainer.world.rank]
+    mesh = trainer.world.mesh
+    order, counts = group_by_owner(name, keys, mesh.num_shards)
+    positions: Tensor = order.split(counts.tolist())[mesh.shard]
     return positions
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestpipe.distributed import Channel
+from nestpipe.distributed.mesh import Mesh
 
 
 class Meeting:
@@ -36,6 +37,7 @@ class ThreadChannel:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = meeting.size
+        self.mesh = Mesh(rank, meeting.size)
         self._meeting = meeting
 
     def all_to_all_equal(self, parts: Tensor) -> Tensor:

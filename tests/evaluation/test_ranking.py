@@ -42,8 +42,8 @@ def store_of(world: World) -> HostStore:
     store = HostStore()
     store.create_table(TABLE.spec(seed=0))
     keys = torch.arange(NUM_TRAINED)
-    order, counts = group_by_owner("item", keys, world.size)
-    owned = order.split(counts.tolist())[world.rank]
+    order, counts = group_by_owner("item", keys, world.mesh.num_shards)
+    owned = order.split(counts.tolist())[world.mesh.shard]
     store.scatter("item", keys[owned], trained_rows()[owned], step=0)
     return store
 
@@ -131,6 +131,13 @@ def test_the_same_on_any_number_of_ranks(size: int, normalise: bool, block: int,
     results = on_ranks(size, ranks_of, NUM_ITEMS, normalise, block, skew)
     alone = ranks_of(World(), NUM_ITEMS, normalise)
     assert joined(results, skew) == alone.ranks.tolist()
+    assert {result.num_untrained_items for result in results} == {NUM_ITEMS - NUM_TRAINED}
+
+
+def test_the_same_with_sharding_groups() -> None:
+    """Fails if each group counts all items (`channel.mesh.num_shards` and `channel.mesh.shard` in _owned)."""
+    results = run_ranks(4, ranks_of, NUM_ITEMS, True, 7, replicas=2)
+    assert joined(results) == ranks_of(World(), NUM_ITEMS, True).ranks.tolist()
     assert {result.num_untrained_items for result in results} == {NUM_ITEMS - NUM_TRAINED}
 
 

@@ -4,6 +4,7 @@ Fails, for example, if _resume does not load the state of the data, or if remove
 """
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -77,9 +78,10 @@ def train_until_killed(
     run(load_config(recipe, settings(path, schedule)).resolved(1, 1), world, after_step)
 
 
-def start_and_wait(size: int, *arguments: object) -> bool:
+def start_and_wait(size: int, *arguments: object, replicas: int = 1) -> bool:
     """Runs ranks of which one may be killed. Returns whether one was."""
-    processes, _ = ranks._start(size, train_until_killed, arguments)
+    options = {"device": "cpu", "replicas": replicas}
+    processes, _ = ranks._start(size, train_until_killed, arguments, options)
     try:
         for process in processes:
             process.join(timeout=ranks.limit_seconds)
@@ -143,6 +145,28 @@ def test_started_again_with_another_placement(schedule: str, placement: str, tmp
     resumed = ranks.run_ranks(2, train, path, schedule, second)
     assert {digest for digest, _ in resumed} == digests
     assert {resumed_from for _, resumed_from in resumed} == {step}
+
+
+@pytest.mark.slow
+def test_started_again_with_other_groups(tmp_path: Path) -> None:
+    """A run of two groups of two ranks is killed, and goes on as it began; another goes on with one group. Fails if
+    "exchange.replicas" is missing in _FREE_KEYS."""
+    groups, flat = (tmp_path / name for name in ("groups.toml", "flat.toml"))
+    groups.write_text("[exchange]\nreplicas = 2\ncheck_replicas = 2\n")
+    flat.write_text("")
+    path = tmp_path / "out"
+    assert start_and_wait(4, path, "nested", "a step", 5, 1, groups, replicas=2)
+    copied, step = tmp_path / "copied", newest(path)
+    assert step > 0
+    shutil.copytree(path, copied)
+    whole = ranks.run_ranks(4, train, tmp_path / "whole", "nested", groups, replicas=2)
+    resumed = ranks.run_ranks(4, train, path, "nested", groups, replicas=2)
+    assert {digest for digest, _ in resumed} == {digest for digest, _ in whole}
+    assert {resumed_from for _, resumed_from in resumed} == {step}
+    with_one_group = ranks.run_ranks(4, train, copied, "nested", flat)
+    assert {resumed_from for _, resumed_from in with_one_group} == {step}
+    with pytest.raises(ranks.RankFailedError, match=r"exchange.replicas = 1, but the world was made with replicas = 2"):
+        ranks.run_ranks(4, train, tmp_path / "other", "nested", flat, replicas=2)
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:

@@ -1,6 +1,7 @@
 """Whole simulations: costs of stages, determinism, and what must make a step longer or shorter."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from nestpipe.pipelining.schedule import Op
 from nestpipe.pipelining.stage import STAGES
-from nestpipe.prediction.ways import CROSSING, SCHEDULE_WAYS, all_ways
+from nestpipe.prediction.ways import CROSSING, SCHEDULE_WAYS, all_ways, in_groups, operations_of
 from nestpipe.prediction.work import TWO_HOPS, Way
 from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.costs import STAGE_COSTS, Case, costs_on
@@ -112,6 +113,29 @@ def test_collectives_by_hand() -> None:
     assert all_reduce(network, 16, 16e6).latency_ms == pytest.approx(2 * 4 * 10 / 1e3)
     assert all_reduce(network, 16, 16e6).transfer_ms == pytest.approx(2 * 15e6 / 10e6)
     assert all_reduce(network, 1, 16e6).transfer_ms == 0
+
+
+def test_groups_that_exchange_sums() -> None:
+    """By hand: 2 groups of 8 workers, each on a node. Fails if sums travel as in a group of neighbours, or if a worker
+    retrieves and updates the keys of its own group only."""
+    cluster = changed(QUIET, "network", devices_per_node=8, incast=0.0)
+    batch, network = cluster.batch, cluster.network
+    way = in_groups(CROSSING, 2)
+    flat, groups = (costs_on(Case(cluster, 16, one, 1)) for one in (CROSSING, way))
+    rows, sums, late = (
+        Op(name, "rows", 1, i) for name, i in (("send_rows", 0), ("share_sums", -1), ("late_update", -1))
+    )
+    row_bytes = batch.keys * batch.dim * 4
+    own_bytes = row_bytes * min(1, 2 * batch.owned_share)
+    blocked_bytes, urgent_bytes = batch.key_overlap * row_bytes, batch.key_overlap * own_bytes
+    assert groups(rows).transfer_ms == pytest.approx(blocked_bytes * 7 / 8 / network.inside_gb_per_second / 1e6)
+    assert flat(rows).transfer_ms == pytest.approx(blocked_bytes / 2 / network.between_gb_per_second / 1e6)
+    assert groups(sums).transfer_ms == pytest.approx(urgent_bytes / network.between_gb_per_second / 1e6)
+    assert groups(late).local_ms == pytest.approx(2 * float(flat(late).local_ms))
+    retrieve = Op("retrieve", "host", 1)
+    assert groups(retrieve).local_ms == pytest.approx(2 * float(flat(retrieve).local_ms))
+    assert any(op.stage == "share_sums" for op in islice(operations_of(way, 1, 16), 100))
+    assert in_groups(CROSSING, 1) == CROSSING
 
 
 def test_every_stage_has_a_cost() -> None:

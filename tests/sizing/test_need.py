@@ -17,7 +17,7 @@ from nestpipe.recipe.value import ConfigError
 from nestpipe.sizing.keys import KeyGrowth
 from nestpipe.sizing.limits import Limits, fits, most_rows, problems, remedies
 from nestpipe.sizing.need import DEVICE, HOST, Case, TableSize
-from nestpipe.sizing.plan import table_sizes
+from nestpipe.sizing.plan import plan, table_sizes
 from nestpipe.sizing.step import expected_step
 from nestpipe.sizing.trial import Trial
 from nestpipe.store.interface import MOST_ROWS
@@ -91,6 +91,26 @@ def test_the_formula_on_one_worker_and_on_a_device() -> None:
     least, rows = case.least_pool_bytes, 1000 * 64 + 100 * 32
     for given, pool in ((least + 1, least + 1), (10**9, rows), (1, least)):
         assert replace(case, resident_bytes=given).pool_bytes == pytest.approx(pool)
+
+
+def test_the_formula_with_replicas() -> None:
+    """By hand: 2 groups of 2 workers. A worker of 4 has 25 keys of 100 * 4 ** 0.5 = 200 distinct ones as one group has
+    50; now each has 100. Its own group of two has 100 * 2 ** -0.5 keys of each shard.
+
+    Fails if the rows of a worker are those of one of num_workers."""
+    flat, groups = bytes_of(case_of()), bytes_of(case_of(replicas=2))
+    for name in ("store", "overhead", "pool"):
+        assert groups[name] == pytest.approx(2 * flat[name])
+    assert groups["replica sums"] == pytest.approx((5 * 100 * 2**-0.5 + 100) * 32)
+    assert groups["messages"] == pytest.approx((200 + 130 + 100 + 70 + 100 + 50) * 32)
+    assert "replica sums" not in flat
+    limits = Limits(case_of().total(HOST) + 1)
+    assert fits(case_of(), limits)
+    assert "exchange.replicas = 1 instead of 2" in remedies(case_of(replicas=2), limits)
+    assert any(remedy.startswith("--workers ") for remedy in remedies(case_of(replicas=2), limits))
+    assert expected_step(case_of(replicas=2), case_of().trial.config, 1.0).result.step_ms > 0
+    with pytest.raises(ValueError, match="does not divide the 3 ranks"):
+        plan(change_config(Config(), ["exchange.replicas=2"]), 3, limits)
 
 
 def test_rows_that_are_given_at_most_the_keys() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from nestpipe.bench.exchange.batches import QUICK, Size, make_batches, make_small_batches, small_tables
+from nestpipe.bench.exchange.link_loop import LINK_FIELDS, RANKS_PER_HOST, LinkLoop
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.harness.ways import EXCHANGED, Values, Way, medians
-from nestpipe.bench.network.loop import SEED, Loop, Paced, make_features
+from nestpipe.bench.network.loop import SEED, Paced, make_features
 from nestpipe.bench.network.loop import Size as LoopSize
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
@@ -52,6 +53,7 @@ class Bench:
     def records(self) -> Iterator[Record]:
         yield from self._forms()
         yield from self._placements()
+        yield from self._groups()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
@@ -94,12 +96,31 @@ class Bench:
                 **spread("speed_vs_sharded", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
             }
 
+    def _groups(self) -> Iterator[Record]:
+        """Yields a record for one sharding group, and for one on each host. Bytes are those that a rank sends to the
+        other host."""
+        features, batches = make_features(self._size.dim), make_batches(self._size, self._world.rank)
+        numbers = 1, self._world.size // RANKS_PER_HOST
+        variants: dict[str, Variant] = {str(number): (features, {"replicas": number}) for number in numbers}
+        rounds = self._measured(variants, batches)
+        for number in numbers:
+            mine, flat = rounds[str(number)], rounds["1"]
+            pairs = list(zip(mine, flat, strict=True))
+            yield {
+                **self._record("groups", mine),
+                "keys_per_rank": self._size.num_occurrences,
+                "replicas": number,
+                **{name: statistics.median(values[name] for values in mine) for name in LINK_FIELDS},
+                "link_bytes_vs_flat": statistics.median(m["link_sent_bytes"] / f["link_sent_bytes"] for m, f in pairs),
+                **spread("speed_vs_flat", [f["step_ms"] / m["step_ms"] for m, f in pairs]),
+            }
+
     def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:
         """Returns the rounds of each variant. Dense compute is paced by serial's exchange of the first one."""
         sizes = LoopSize(batch_size=self._size.batch_size, dim=self._size.dim)
 
-        def loop_of(way: Way, features: dict[str, Feature], options: Mapping[str, Any]) -> Loop:
-            loop = Loop(way, Paced(sizes), features, batches, self._world, 1, **options)
+        def loop_of(way: Way, features: dict[str, Feature], options: Mapping[str, Any]) -> LinkLoop:
+            loop = LinkLoop(way, Paced(sizes), features, batches, self._world, 1, **options)
             loop.turn(self._size.num_batches)  # creates every row and touches all memory
             return loop
 

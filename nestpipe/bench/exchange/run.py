@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from nestpipe.bench.exchange.link_loop import RANKS_PER_HOST
 from nestpipe.bench.exchange.quality import quality
 from nestpipe.bench.harness.benchmark import Benchmark
 from nestpipe.bench.harness.hosts import check_possible, linked_hosts, ranks_on
@@ -17,7 +18,6 @@ from nestpipe.bench.harness.report import Record
 from nestpipe.bench.network.run import BURST_BYTES, lines_of
 
 NUM_HOSTS = 2
-RANKS_PER_HOST = 2
 PARTS = ("link", "quality")
 """Bytes and speed on the link, and what a model learns."""
 

@@ -152,10 +152,11 @@ class Loop:
         world: World,
         threads: int,
         store: Store | None = None,
+        replicas: int = 1,
         **options: Any,
     ) -> None:
-        """options: further options of the pipeline."""
-        self.world = World(world.rank, world.size)
+        """replicas: groups of ranks that have all rows each. options: further options of the pipeline."""
+        self.world = World(world.rank, world.size, replicas=replicas)
         self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.reducer = DenseReducer(self.model, self.world)

@@ -65,8 +65,8 @@ class BatchExchange(Protocol):
         """Returns the gradients of a micro-batch's rows to their owners; None where there is no gradient."""
 
     def share_sums(self) -> None:
-        """Sums the gradients of replicated tables that all ranks returned, and sends the sums of each owner to all
-        ranks."""
+        """Sends sums of the gradients that were returned: with several sharding groups, those of each to its replica
+        group; then those of replicated tables from each owner to all ranks."""
 
     def sum_gradients(self) -> list[RowGradients | None]:
         """Returns the sums of the gradients that all ranks returned, but for late ones; None for a frozen group."""
@@ -87,6 +87,8 @@ class Exchange(Protocol):
 
     size: int
     """Number of ranks."""
+    num_owners: int
+    """Ranks among which the rows of a requester are sharded."""
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
         """Tells owners which keys the batch needs, and all ranks this rank's notice. Returns None at the end of data;

@@ -4,8 +4,8 @@ Rows are gathered into a message and copied from it to their places, without a t
 rows while the message travels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,22 @@ from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
+from nestpipe.embedding.exchange.over_replicas import sum_over_replicas
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.plan import KeySums, Marks, Plan, Returns, make_plan, plan_returns, plan_sends, plan_shares
+from nestpipe.embedding.plan import (
+    KeySums,
+    Marks,
+    Plan,
+    Returns,
+    Shares,
+    make_plan,
+    plan_returns,
+    plan_sends,
+    plan_shares,
+)
+from nestpipe.embedding.replica_sums import ReplicaSums
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList
@@ -33,6 +45,7 @@ class DistributedExchange:
         self, route: Channel, rows: Channel, gradients: Channel, memory: Memory, codecs: Codecs = EXACT
     ) -> None:
         self.size = route.size
+        self.num_owners = route.mesh.num_shards
         self._route = route
         self._rows = rows
         self._gradients = gradients
@@ -40,6 +53,9 @@ class DistributedExchange:
         self._codecs = codecs
 
     def route(self, batch: BatchDedup | Exception, features: FeatureGroups, notice: Notice) -> Route | None:
+        mesh = self._route.mesh
+        if isinstance(batch, BatchDedup) and mesh.num_replicas > 1:
+            batch = batch.asking(mesh.sharding_group, mesh.size)
         return route_keys(batch, features, self._route, notice)
 
     def compare(self, earlier: Route, later: Route, has_late: bool, num_threads: int) -> Crossing:
@@ -98,7 +114,8 @@ class DistributedBatch:
         self._memory = memory
         self._codecs = codecs
         self._num_micro_batches = batch.num_micro_batches
-        limits = [codecs.sum_limit(dedup.group.dtype, rows.size) for dedup in batch.groups]
+        num_summed = rows.mesh.num_shards if rows.mesh.num_replicas > 1 else 1
+        limits = [codecs.sum_limit(dedup.group.dtype, rows.size, num_summed) for dedup in batch.groups]
         pairs = zip(batch.groups, limits, strict=True)
         self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
         self._entries: dict[int, Tensor] = {}
@@ -115,6 +132,9 @@ class DistributedBatch:
         """Requester: arrays from which gradients were sent last, by group; None for a frozen group."""
         self._shared: dict[int, RowGradients] = {}
         """Sums of replicated groups, by group."""
+        self._totals: dict[int, RowGradients] = {}
+        """Sums over all sharding groups, if there are several, by group."""
+        self._late_totals: dict[int, RowGradients] = {}
 
     @property
     def row_bytes(self) -> int:
@@ -122,8 +142,8 @@ class DistributedBatch:
 
     @property
     def gradient_bytes(self) -> int:
-        shares = self._plan.shares
-        return sum(self._returns.gradients_out.row_bytes) + (sum(shares.sums_out.row_bytes) if shares else 0)
+        returns, sums = self._returns, (self._plan.shares, self._returns.replica_sums, self._returns.late_replica_sums)
+        return sum(returns.gradients_out.row_bytes) + sum(sum(s.sums_out.row_bytes) for s in sums if s is not None)
 
     def send_early_rows(self) -> None:
         self._send(0, 0)
@@ -186,6 +206,8 @@ class DistributedBatch:
     def return_late_gradients(self) -> None:
         use_here(*self._collected)
         self._return(self._num_micro_batches)
+        if (plan := self._returns.late_replica_sums) is not None:
+            self._late_totals = self._over_replicas(plan, [lists.late_sums for lists in self._returns.groups])
 
     def _return(self, part: int) -> None:
         returns = self._returns
@@ -237,14 +259,33 @@ class DistributedBatch:
         self._memory.add_rows(self._entries_of(g), entries, rows, None, torch.inf, None)
 
     def share_sums(self) -> None:
-        shares = self._plan.shares
-        if shares is None:
-            return
+        if (plan := self._returns.replica_sums) is not None:
+            self._totals = self._over_replicas(plan, [lists.sums for lists in self._returns.groups])
+        if self._plan.shares is not None:
+            self._share_with_all(self._plan.shares)
+
+    def _over_replicas(self, plan: ReplicaSums, sums: Sequence[KeySums | None]) -> dict[int, RowGradients]:
+        """Returns the sums over all sharding groups of the gradients that arrived."""
+        use_here(*self._entries.values())
+        own = {g: self._memory.sum_rows(self._entries_of(g), keys.entries) for g in plan.groups if (keys := sums[g])}
+
+        def exchanged(message: Tensor, meanwhile: Callable[[], None]) -> AbstractContextManager[Tensor]:
+            outgoing = Outgoing(message, self._memory.sealed(message))
+            sizes = plan.sums_out, plan.sums_in
+            return self._exchanged(self._gradients_channel, outgoing, *sizes, 0, meanwhile)
+
+        return sum_over_replicas(plan, own, self._memory, self._codecs.gradients, exchanged)
+
+    def _share_with_all(self, shares: Shares) -> None:
+        """Sends the sums of replicated tables."""
         use_here(*self._entries.values())
         message = self._memory.empty_message(shares.sums_out.num_bytes[0])
         targets: dict[int, Tensor] = {}
         for g, lists in shares.groups.items():
-            own = self._memory.sum_rows(self._entries_of(g), self._returns.groups[g].sums.entries)
+            if g in self._totals:
+                own = self._totals[g].values
+            else:
+                own = self._memory.sum_rows(self._entries_of(g), self._returns.groups[g].sums.entries)
             num_rows = len(lists.rows_in.places)
             targets[g] = self._memory.empty_rows(num_rows, lists.group.dim, lists.group.dtype)
             self._shared[g] = RowGradients(own, None, targets[g])
@@ -263,20 +304,21 @@ class DistributedBatch:
                 PLAIN.read(self._memory, received, in_message, targets[g], places)
 
     def sum_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.sums for lists in self._returns.groups])
+        return self._sums([lists.sums for lists in self._returns.groups], self._totals | self._shared)
 
     def sum_late_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.late_sums for lists in self._returns.groups])
+        return self._sums([lists.late_sums for lists in self._returns.groups], self._late_totals)
 
-    def _sums(self, sums: Sequence[KeySums | None]) -> list[RowGradients | None]:
+    def _sums(self, sums: Sequence[KeySums | None], known: Mapping[int, RowGradients]) -> list[RowGradients | None]:
+        """Returns the sums, by group. known: those that were made when ranks exchanged them."""
         use_here(*self._entries.values())
-        use_here(*(tensor for shared in self._shared.values() for tensor in (shared.values, shared.everywhere)))
+        use_here(*(tensor for total in known.values() for tensor in (total.values, total.everywhere)))
         gradients: list[RowGradients | None] = []
         for g, (lists, keys) in enumerate(zip(self._returns.groups, sums, strict=True)):
             if lists.group.frozen or keys is None:
                 gradients.append(None)
-            elif g in self._shared:
-                gradients.append(self._shared[g])
+            elif g in known:
+                gradients.append(known[g])
             else:
                 gradients.append(RowGradients(self._memory.sum_rows(self._entries_of(g), keys.entries), keys.keys))
         return gradients

@@ -26,7 +26,7 @@ from nestpipe.kernels.rows.pooling import StoredRows
 class LocalExchange:
     """See Exchange."""
 
-    size = 1
+    size = num_owners = 1
 
     def __init__(self, memory: Memory, codecs: Codecs = EXACT) -> None:
         self._memory = memory

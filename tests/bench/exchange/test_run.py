@@ -25,8 +25,8 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @needs_hosts
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, or if owners
-    send no sums."""
+    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, if owners send no sums, or
+    if a Loop does not hand `replicas` to its World."""
     records = records_of("link", tmp_path)
     forms = [record for record in records if record["part"] == "forms"]
     expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
@@ -36,6 +36,12 @@ def test_link(tmp_path: Path) -> None:
     assert placements["sharded"]["link_bytes_vs_sharded"] == 1
     assert placements["replicated"]["exchanged_row_bytes_per_step"] == 0
     assert 0.9 < placements["replicated"]["link_bytes_vs_sharded"] <= 1.05
+    flat, groups = (record for record in records if record["part"] == "groups")
+    assert flat["link_row_bytes"] == flat["link_gradient_bytes"] > flat["link_sum_bytes"] == 0
+    assert groups["link_sum_bytes"] > groups["link_row_bytes"] == groups["link_gradient_bytes"] == 0
+    for record in (flat, groups):
+        planned = record["link_row_bytes"] + record["link_gradient_bytes"] + record["link_sum_bytes"]
+        assert record["link_sent_bytes"] > planned
 
 
 @pytest.mark.slow
