@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
@@ -40,10 +40,12 @@ class Channel:
         streams: Streams | None = None,
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        """ranks: those that use the channel, which numbers them in this order; None for all."""
         self.name = name
-        self.rank = watch.rank
-        self.size = watch.size
+        self.rank = watch.rank if ranks is None else ranks.index(watch.rank)
+        self.size = watch.size if ranks is None else len(ranks)
         self.watch = watch
         self.transport = transport
         """Way of host memory; None in a world of one, or if the channel carries device memory only."""

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -21,16 +21,16 @@ from nestpipe.device.streams import (
 )
 from nestpipe.distributed.backend import choose_backend, device_place, take_ranks_for_hosts
 from nestpipe.distributed.channel import Channel
+from nestpipe.distributed.host_map import HostSetting, agreed_map, check_hosts, told_hosts
+from nestpipe.distributed.hosts import Hosts, shared_memory_of
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
 from nestpipe.distributed.notice import Notice
 from nestpipe.distributed.shared_memory import (
     LARGE_RING_BYTES,
     RING_BYTES,
-    Listener,
-    Neighbours,
     SharedMemory,
-    are_on_one_host,
+    host_identity,
 )
 from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.transport import GlooTransport, Transport
@@ -66,6 +66,7 @@ class World:
         stall_seconds: float = 600.0,
         link: Link | None = None,
         shared_memory: bool = True,
+        hosts: HostSetting = None,
     ) -> None:
         """backend: "gloo", or "nccl", which carries device memory. has_issuer: one thread issues all collectives of
         rows and dense gradients, in schedule order; None if the backend decides.
@@ -73,7 +74,8 @@ class World:
         timeout_seconds: time without a sign of life after which a rank ends the run. stall_seconds: time without
         progress after which a living rank does. link: connections to the other ranks; by default, those of
         torch.distributed or of the environment. shared_memory: ranks that are all on one host exchange host memory
-        through memory that they share; otherwise, or if False, through gloo.
+        through memory that they share; otherwise, or if False, through gloo. hosts: "auto", or a number of hosts with
+        equally many ranks, for an exchange of rows in two hops (docs/two-hops.md).
         """
         self.rank = rank
         self.size = size
@@ -108,6 +110,9 @@ class World:
         self.notice = Notice()
         """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
+        self.hosts_setting = hosts
+        self.hosts = self._join_hosts(hosts, shared_memory)
+        """Hosts of the ranks, for an exchange in two hops; None if rows and gradients travel in one."""
         if link is not None:
             link.settle()
 
@@ -119,6 +124,7 @@ class World:
         stall_seconds: float = 600.0,
         shared_memory: bool = True,
         nccl_may_share_device: bool = False,
+        hosts: HostSetting = None,
     ) -> "World":
         """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
         one.
@@ -141,7 +147,8 @@ class World:
             chosen = choose_backend(backend, places, may_share_device=nccl_may_share_device)
             if nccl_may_share_device:
                 take_ranks_for_hosts(rank)
-            world = World(rank, size, timeout_seconds, own_device, chosen, link=link, shared_memory=shared_memory)
+            parts = rank, size, timeout_seconds, own_device, chosen
+            world = World(*parts, link=link, shared_memory=shared_memory, hosts=hosts)
             if places[rank]:
                 world.num_sharing_device = places.count(places[rank])
             _environment_world = ref(world)
@@ -204,6 +211,8 @@ class World:
         if self.watch.failure is None:
             for channel in (*self.step_channels, self.evaluate, self.control):
                 channel.close()
+            if self.hosts is not None:
+                self.hosts.close_channels()
             if dist.is_initialized():
                 lane = Lane("end")
                 self.watch.wait(lane.submit(dist.destroy_process_group), "the end")
@@ -211,6 +220,27 @@ class World:
         self._link.end()
         if self._shared is not None:
             self._shared.close()
+        if self.hosts is not None:
+            self.hosts.close()
+
+    def _join_hosts(self, setting: HostSetting, shared_memory: bool) -> Hosts | None:
+        """Makes the channels of two hops. All ranks call it, whatever their setting, and raise alike."""
+        check_hosts(setting)
+        if self._link is None:
+            return None
+        host_map = agreed_map(self._link.gather(told_hosts(setting, host_identity())))
+        if host_map is None or not host_map.has_two_hops:
+            return None
+        if self.issuer is not None:
+            raise ValueError(
+                "exchange.hosts does not combine with NCCL: its hops go through host memory. Leave it out, or set "
+                'distributed.backend = "gloo"'
+            )
+
+        def make(name: str, transport: Transport, ranks: Sequence[int]) -> Channel:
+            return Channel(name, self.watch, transport, self.streams, ranks=ranks)
+
+        return Hosts(host_map, self.rank, self._link, make, shared_memory)
 
     def _channel(self, name: str, is_on_device: bool = False, needs_host: bool = False) -> Channel:
         lane, device_group = None, None
@@ -249,12 +279,8 @@ def _print_once(world: World) -> None:
 
 def _shared_memory(link: Link, rank: int) -> SharedMemory | None:
     """Returns the memory of a world whose ranks are all on one host; else None."""
-    with closing(Listener()) as listener:
-        addresses = link.gather(listener.address)
-        if not are_on_one_host(addresses):
-            return None
-        rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
-        return link.run(lambda: SharedMemory(Neighbours(rank, listener, addresses), rings))
+    rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
+    return shared_memory_of(link, rank, range(link.size), rings)
 
 
 def _link(rank: int, size: int, timeout_seconds: float, stall_seconds: float) -> Link:

@@ -112,10 +112,10 @@ class Codecs:
     rows: Codec = PLAIN
     gradients: Codec = PLAIN
 
-    def sum_limit(self, dtype: torch.dtype, world_size: int) -> float:
+    def sum_limit(self, dtype: torch.dtype, world_size: int, num_added: int = 1) -> float:
         """Returns the largest magnitude of a requester's sum of gradients that is finite in a message, and leaves the
-        sum over all ranks finite."""
-        return min(self.gradients.largest(dtype), torch.finfo(dtype).max / (2 * world_size))
+        sum over all ranks finite. num_added: sums that are added up before they are written to a message."""
+        return min(self.gradients.largest(dtype) / num_added, torch.finfo(dtype).max / (2 * world_size))
 
 
 EXACT = Codecs()
