@@ -47,6 +47,7 @@ def _on_this_rank(config: Config, work: Callable[[Config, World], Summary], noti
             section.backend,
             section.stall_seconds,
             section.shared_memory,
+            hosts=config.exchange.hosts,
         )
     except ValueError as error:
         raise failed(error, 2) from None

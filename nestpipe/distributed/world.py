@@ -21,7 +21,7 @@ from nestpipe.device.streams import (
 )
 from nestpipe.distributed.backend import choose_backend, device_place, take_ranks_for_hosts
 from nestpipe.distributed.channel import Channel
-from nestpipe.distributed.host_map import HostSetting, agreed_map, check_hosts, told_hosts
+from nestpipe.distributed.host_map import HostMap, HostSetting, agreed_map, check_hosts, told_hosts
 from nestpipe.distributed.hosts import Hosts, shared_memory_of
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
@@ -75,7 +75,7 @@ class World:
         progress after which a living rank does. link: connections to the other ranks; by default, those of
         torch.distributed or of the environment. shared_memory: ranks that are all on one host exchange host memory
         through memory that they share; otherwise, or if False, through gloo. hosts: "auto", or a number of hosts with
-        equally many ranks, for an exchange of rows in two hops (docs/two-hops.md).
+        equally many ranks, for an exchange of rows in two hops (docs/large-clusters.md).
         """
         self.rank = rank
         self.size = size
@@ -165,6 +165,11 @@ class World:
         return known if known is not None else World.from_environment()
 
     @property
+    def host_map(self) -> HostMap | None:
+        """Returns the ranks of each host, if rows and gradients travel in two hops; else None."""
+        return None if self.hosts is None else self.hosts.map
+
+    @property
     def step_channels(self) -> tuple[Channel, ...]:
         """Returns the channels of the collectives that every step has."""
         return self.route, self.rows, self.gradients, self.dense, self.commit
@@ -229,7 +234,12 @@ class World:
         if self._link is None:
             return None
         host_map = agreed_map(self._link.gather(told_hosts(setting, host_identity())))
-        if host_map is None or not host_map.has_two_hops:
+        if host_map is None:
+            return None
+        if self.rank == 0:
+            what = "two hops" if host_map.has_two_hops else "one hop, which is all that these hosts need"
+            print(f"nestpipe: ranks by host: {host_map}; rows travel in {what}", file=sys.stderr, flush=True)
+        if not host_map.has_two_hops:
             return None
         if self.issuer is not None:
             raise ValueError(

@@ -57,7 +57,9 @@ def check_hosts(world: World, options: PipelineOptions, features: FeatureGroups)
     }
     for name, is_set in refused.items():
         if is_set:
-            raise ValueError(f"{name} does not combine with exchange.hosts; leave one of them out (docs/two-hops.md)")
+            raise ValueError(
+                f"{name} does not combine with exchange.hosts; leave one of them out (docs/large-clusters.md)"
+            )
 
 
 def can_cross(world: World, options: PipelineOptions) -> bool:

@@ -203,6 +203,13 @@ class ExchangeSection:
     gradient_dtype: str | None = key(
         None, "form of gradients in messages, likewise", choices=tuple(ROUNDING), option="gradient_dtype"
     )
+    hosts: int | str | None = key(
+        None,
+        "rows and gradients travel between hosts once for a host, not for each of its ranks: auto, which finds the "
+        "hosts, or a number of hosts of consecutive ranks; not set: once for each rank",
+        choices=(AUTO,),
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from nestpipe.recipe.text import parse_config
 from nestpipe.recipe.value import ConfigError, literal
 
 _FREE_SECTIONS = ("evaluate", "published", "logging", "checkpoint", "distributed", "memory")
-_FREE_KEYS = ("train.steps", "tables.max_rows", "tables.placement", "data.num_workers")
+_FREE_KEYS = ("train.steps", "tables.max_rows", "tables.placement", "data.num_workers", "exchange.hosts")
 """Sections and keys that may differ when a run resumes: its length, what is watched and saved, who reads, where rows
-are, and limits that an error message may have told the user to raise."""
+and ranks are, and limits that an error message may have told the user to raise."""
 _MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
 """Keys that default to what this machine has. Bits may depend on them, so a resumed run keeps its first values."""
 

@@ -77,9 +77,9 @@ def train_until_killed(
     run(load_config(recipe, settings(path, schedule)).resolved(1, 1), world, after_step)
 
 
-def start_and_wait(size: int, *arguments: object) -> bool:
-    """Runs ranks of which one may be killed. Returns whether one was."""
-    processes, _ = ranks._start(size, train_until_killed, arguments)
+def start_and_wait(size: int, *arguments: object, **options: object) -> bool:
+    """Runs ranks of which one may be killed. Returns whether one was. options: those of World.from_environment."""
+    processes, _ = ranks._start(size, train_until_killed, arguments, {"device": "cpu", **options})
     try:
         for process in processes:
             process.join(timeout=ranks.limit_seconds)
@@ -143,6 +143,20 @@ def test_started_again_with_another_placement(schedule: str, placement: str, tmp
     resumed = ranks.run_ranks(2, train, path, schedule, second)
     assert {digest for digest, _ in resumed} == digests
     assert {resumed_from for _, resumed_from in resumed} == {step}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_started_again_in_two_hops(schedule: str, tmp_path: Path) -> None:
+    recipe, path = tmp_path / "hops.toml", tmp_path / "out"
+    recipe.write_text("[exchange]\nhosts = 2\n")
+    assert start_and_wait(4, path, schedule, "a step", 5, 2, recipe, hosts=2)
+    step = newest(path)
+    assert step > 0
+    digests = {digest for digest, _ in ranks.run_ranks(4, train, tmp_path / "whole", schedule, recipe, hosts=2)}
+    resumed = ranks.run_ranks(4, train, path, schedule, recipe, hosts=2)
+    assert len(digests) == 1
+    assert set(resumed) == {(*digests, step)}
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:

@@ -1,4 +1,4 @@
-"""The exchange in two hops: between hosts, and inside each host. See hop_keys.py and docs/two-hops.md.
+"""The exchange in two hops: between hosts, and inside each host. See hop_keys.py and docs/large-clusters.md.
 
 Each hop is an exchange like that among all ranks. A relay stands in both: between hosts it is a requester, inside its
 host it is the owner of the rows that it has received, and of the gradients that it will send.
