@@ -11,13 +11,22 @@ from typing import Any
 
 import torch
 
-from nestpipe.bench.exchange.batches import QUICK, Size, make_batches, make_small_batches, small_tables
+from nestpipe.bench.exchange.batches import (
+    QUICK,
+    Size,
+    make_batches,
+    make_hot_batches,
+    make_small_batches,
+    small_tables,
+)
+from nestpipe.bench.exchange.hops import mean_of_ranks, sent_bytes, union_share
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.harness.ways import EXCHANGED, Values, Way, medians
 from nestpipe.bench.network.loop import SEED, Loop, Paced, make_features
 from nestpipe.bench.network.loop import Size as LoopSize
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
+from nestpipe.distributed.host_map import AUTO
 from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.table import PLACEMENTS, Feature
 
@@ -25,6 +34,8 @@ Record = dict[str, int | float | str | bool]
 Variant = tuple[dict[str, Feature], Mapping[str, Any]]
 """Features, and options of the pipeline."""
 
+LINK_BYTES = "link_bytes"
+"""Bytes that a host sent to others in a turn."""
 WAY = Way("nested", 1, cross_batch=True)
 PACE = 0.5
 """Time of paced dense compute, relative to the exchange time of serial without any option."""
@@ -52,6 +63,7 @@ class Bench:
     def records(self) -> Iterator[Record]:
         yield from self._forms()
         yield from self._placements()
+        yield from self._hops()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
@@ -94,6 +106,22 @@ class Bench:
                 **spread("speed_vs_sharded", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
             }
 
+    def _hops(self) -> Iterator[Record]:
+        """Yields a record for an exchange in one hop, and one for two. Bytes are all that hosts send each other."""
+        features, batches = make_features(self._size.dim), make_hot_batches(self._size, self._world.rank)
+        share = union_share(batches, self._world)
+        rounds = self._measured({"1": (features, {}), "2": (features, {"hosts": AUTO})}, batches)
+        for number, mine in rounds.items():
+            pairs = list(zip(mine, rounds["1"], strict=True))
+            yield {
+                **self._record("hops", mine),
+                "hops": int(number),
+                "keys_per_rank": self._size.num_hot_occurrences,
+                "union_share": share,
+                "link_bytes_vs_flat": statistics.median(m[LINK_BYTES] / p[LINK_BYTES] for m, p in pairs),
+                **spread("speed_vs_flat", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+            }
+
     def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:
         """Returns the rounds of each variant. Dense compute is paced by serial's exchange of the first one."""
         sizes = LoopSize(batch_size=self._size.batch_size, dim=self._size.dim)
@@ -111,13 +139,18 @@ class Bench:
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = PACE * statistics.median(times)
-        turns = {name: partial(loop.turn, self._size.num_batches) for name, loop in loops.items()}
+        turns = {name: partial(self._turn, loop) for name, loop in loops.items()}
         rounds = alternate(turns, self._size.num_rounds)
         for loop in loops.values():
             loop.close()
         del loops, serial, turns
         gc.collect()  # their stores need the memory of the next ones
         return rounds
+
+    def _turn(self, loop: Loop) -> Values:
+        before = sent_bytes()
+        values = loop.turn(self._size.num_batches)  # its last collective comes after all that was sent
+        return {**values, LINK_BYTES: mean_of_ranks(sent_bytes() - before, self._world)}
 
     def _record(self, part: str, mine: Sequence[Values]) -> Record:
         return {

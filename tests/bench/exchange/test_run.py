@@ -25,7 +25,7 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @needs_hosts
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, or if owners
+    """Bytes are right even in a quick run. Fails if row_dtype, gradient_dtype or hosts are ignored, or if owners
     send no sums."""
     records = records_of("link", tmp_path)
     forms = [record for record in records if record["part"] == "forms"]
@@ -36,6 +36,9 @@ def test_link(tmp_path: Path) -> None:
     assert placements["sharded"]["link_bytes_vs_sharded"] == 1
     assert placements["replicated"]["exchanged_row_bytes_per_step"] == 0
     assert 0.9 < placements["replicated"]["link_bytes_vs_sharded"] <= 1.05
+    flat, hops = (next(r for r in records if r.get("hops") == number) for number in (1, 2))
+    assert flat["link_bytes_vs_flat"] == 1
+    assert hops["union_share"] - 0.1 < hops["link_bytes_vs_flat"] < hops["union_share"] + 0.1
 
 
 @pytest.mark.slow
