@@ -28,9 +28,9 @@ class Size:
     rows_of_a_small_table: int = 1_000
     small_keys_a_sample: int = 20
     """Keys of a sample in each small table."""
-    num_hot_keys: int = 100_000
+    num_hot_keys: int = 50_000
     """Keys of the table whose rows travel in one hop or in two: the ranks of a host share many of them."""
-    num_hot_occurrences: int = 300_000
+    num_hot_occurrences: int = 500_000
 
 
 QUICK = Size(
