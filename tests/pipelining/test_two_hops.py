@@ -4,11 +4,13 @@ Fails if check_hosts leaves an option out, if a lost rank is named by its number
 `self._neighbours.ranks[rank]` in shared_memory.py), or if the manifest of a checkpoint does not have the hosts.
 """
 
+import gc
 import os
 import re
 import signal
 import warnings
 from pathlib import Path
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -50,6 +52,30 @@ def test_options_that_do_not_combine() -> None:
         for name in REFUSED
     ]
     assert run_ranks(RANKS, refusals, hosts=2) == [expected] * RANKS
+
+
+# ---- memory ----
+
+
+def kept_batches(world: World) -> int:
+    """Returns how many exchanges of batches are alive after all, without the garbage collector."""
+    made: list[ReferenceType[TwoHopBatch]] = []
+    begin = TwoHopBatch.__init__
+
+    def noted(batch: TwoHopBatch, *arguments: object) -> None:
+        begin(batch, *arguments)
+        made.append(ref(batch))
+
+    TwoHopBatch.__init__ = noted
+    gc.disable()
+    trainer_of(world, Case("adam", "shared", 2, schedule="nested")).fit(batches_of("some", world))
+    assert len(made) > 1
+    return sum(reference() is not None for reference in made)
+
+
+def test_a_batch_gives_its_memory_back() -> None:
+    """Fails if a relay keeps the exchange that keeps the relay, as `relays[0].owner = self` in TwoHopBatch."""
+    assert run_ranks(RANKS, kept_batches, hosts=2) == [0] * RANKS
 
 
 # ---- ranks that die ----

@@ -4,7 +4,7 @@ Each hop is an exchange like that among all ranks. A relay stands in both: betwe
 host it is the owner of the rows that it has received, and of the gradients that it will send.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -77,10 +77,7 @@ class TwoHopBatch:
         inside, between = hosts.inside, hosts.between
         num_added = inside.size
         requesters = make_requesters(route.batch, WINDOW, memory, codecs, num_added * between.size, num_added)
-        relays = [
-            _Relay(hops.relayed.group, len(hops.relayed.keys), memory, self._sums_of(g))
-            for g, hops in enumerate(route.hops)
-        ]
+        relays = [_Relay(hops.relayed.group, len(hops.relayed.keys), memory) for hops in route.hops]
         self._plan = plan
         self._memory = memory
         self._num_micro_batches = route.batch.num_micro_batches
@@ -110,7 +107,7 @@ class TwoHopBatch:
 
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         self._inside.return_gradients(micro_batch, gradients)
-        self._between.return_gradients(micro_batch, ())
+        self._between.return_gradients(micro_batch, self._relay_sums(micro_batch))
 
     @property
     def has_late_gradients(self) -> bool:
@@ -118,7 +115,8 @@ class TwoHopBatch:
 
     def return_late_gradients(self) -> None:
         self._inside.return_late_gradients()
-        self._between.return_gradients(self._num_micro_batches, ())  # relays have other sums in every part
+        part = self._num_micro_batches
+        self._between.return_gradients(part, self._relay_sums(part))  # relays have other sums in every part
 
     def share_sums(self) -> None:
         """Does nothing: there are no replicated tables."""
@@ -129,16 +127,15 @@ class TwoHopBatch:
     def sum_late_gradients(self) -> list[RowGradients | None]:
         return self._between.sum_late_gradients()
 
-    def _sums_of(self, g: int) -> Callable[[int], Tensor]:
-        """Returns a function that adds up, over the ranks of the host, the gradients of a group that leave it with a
-        part."""
-
-        def sums(part: int) -> Tensor:
-            assert self._plan.returns is not None
-            assert self._plan.returns.relay_sums is not None
-            return self._memory.sum_rows(self._inside.entries_of(g), self._plan.returns.relay_sums[g][part])
-
-        return sums
+    def _relay_sums(self, part: int) -> list[Tensor | None]:
+        """Adds up, over the ranks of the host, the gradients that leave it with a part; None for a frozen group."""
+        returns = self._plan.returns
+        assert returns is not None
+        assert returns.relay_sums is not None
+        return [
+            None if lists.group.frozen else self._memory.sum_rows(self._inside.entries_of(g), sums[part])
+            for g, (lists, sums) in enumerate(zip(returns.groups, returns.relay_sums, strict=True))
+        ]
 
 
 class _PlanInside:
@@ -163,11 +160,9 @@ class _PlanInside:
 class _Relay:
     """One group on a relay. See Requester and RowSource."""
 
-    def __init__(self, group: TableGroup, num_keys: int, memory: Memory, sums: Callable[[int], Tensor]) -> None:
-        """sums: returns the sums of gradients that leave the host with a part."""
+    def __init__(self, group: TableGroup, num_keys: int, memory: Memory) -> None:
         self._shape = num_keys, group.dim, group.dtype
         self._memory = memory
-        self._sums = sums
         self._rows: Tensor | None = None
         """Rows received so far, in order of the relay's keys."""
 
@@ -183,7 +178,8 @@ class _Relay:
         raise AssertionError("the ranks of the host get the rows of a relay")
 
     def collect(self, micro_batch: int, gradient: Tensor | None, exceeds: Tensor) -> Tensor:
-        return self._sums(micro_batch)
+        assert gradient is not None
+        return gradient
 
     def sent_from(self) -> tuple[Tensor, None]:
         return self.arriving(0), None
