@@ -24,13 +24,14 @@ def way_named(name: str) -> Way:
 
 
 def all_ways(num_groups: int) -> tuple[Way, ...]:
-    """Returns the ways of training, and as costs only: 2D sparse parallel, and an All2All in two hops."""
+    """Returns the ways of training, those with an exchange in two hops, and as costs only 2D sparse parallel."""
     return (
         *SCHEDULE_WAYS,
         Way("serial-2d", "serial", num_groups=num_groups),
         Way("nested-2d", "nested", num_groups=num_groups),
         Way("serial-two-hops", "serial", exchange=TWO_HOPS),
         Way("nested-two-hops", "nested", exchange=TWO_HOPS),
+        Way("nested-cross-batch-two-hops", "nested", cross_batch=True, exchange=TWO_HOPS),
     )
 
 
