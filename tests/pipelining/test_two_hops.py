@@ -101,12 +101,30 @@ def train_until_lost(world: World, dying: int) -> str:
 
 
 def test_a_relay_that_dies_between_the_hops() -> None:
-    """All others end, and name it by its rank in the world."""
-    dying = RANKS - 1
-    errors = run_fragile_ranks(RANKS, train_until_lost, dying, num_results=RANKS - 1, device="cpu", hosts=2)
+    """All others end, and name it."""
+    dying, options = RANKS - 1, {"device": "cpu", "hosts": 2, "timeout_seconds": 10.0}
+    errors = run_fragile_ranks(RANKS, train_until_lost, dying, num_results=RANKS - 1, **options)
     assert sorted(errors) == [rank for rank in range(RANKS) if rank != dying]
     for text in errors.values():
         assert re.search(rf"rank {dying}\b", text), text
+
+
+def closed_connection(world: World) -> str:
+    """Returns what a rank hears of the other one of its host, which dies."""
+    if world.rank == RANKS - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank != RANKS - 2:
+        return ""
+    none = torch.empty(8, dtype=torch.uint8)
+    transfer = world.hosts.inside.rows.transport.begin_all_to_all(none, [0, 8], none.clone(), [0, 8])
+    with pytest.raises(LostConnectionError) as caught:
+        all(not transfer.advance(0.1) for _ in range(1000))
+    return str(caught.value)
+
+
+def test_a_lost_rank_has_its_number_in_the_world() -> None:
+    heard = run_fragile_ranks(RANKS, closed_connection, num_results=RANKS - 1, device="cpu", hosts=2)
+    assert heard == {0: "", 1: "", 2: "the connection to rank 3 has closed"}
 
 
 # ---- checkpoints ----
