@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 from nestpipe.checkpoint import folder
 from nestpipe.checkpoint.agree import agree
@@ -19,6 +20,7 @@ from nestpipe.checkpoint.row_reader import RowReader, saved_shards
 from nestpipe.checkpoint.save import DENSE
 from nestpipe.checkpoint.state_file import Written, read_state
 from nestpipe.checkpoint.subject import Subject, load_random_state
+from nestpipe.distributed.world import World
 from nestpipe.embedding.table import Table
 from nestpipe.store import Store
 
@@ -243,6 +245,7 @@ def _loaded(
 ) -> Loaded:
     if "random" in read.own and read.manifest["world_size"] == subject.world.size:
         load_random_state(read.own["random"], subject.world.device)
+        _say_if_rounded(checkpoint, read.manifest.get("hosts"), subject.world)
     return Loaded(
         checkpoint,
         read.store,
@@ -255,6 +258,18 @@ def _loaded(
         problems,
         read.num_row_bytes,
     )
+
+
+def _say_if_rounded(checkpoint: Path, saved: str | None, world: World) -> None:
+    """Says on rank 0 if gradients are added in another order than before the save."""
+    current = None if world.host_map is None else str(world.host_map)
+    if saved != current and world.rank == 0:
+        ways = ["in one hop" if hosts is None else f"in two hops, with hosts {hosts}" for hosts in (saved, current)]
+        warn(
+            f"{checkpoint} was trained {ways[0]}, and goes on {ways[1]}: gradients are added in another order, so the "
+            "result is that of an uninterrupted run up to rounding only",
+            stacklevel=2,
+        )
 
 
 def _different(path: Path) -> CheckpointError:

@@ -232,6 +232,7 @@ class Save:
             "num_steps": subject.num_steps,
             "num_skipped": subject.num_skipped,
             "num_micro_batches": subject.num_micro_batches,
+            "hosts": None if self._world.host_map is None else str(self._world.host_map),
             "data_is_equal": len({content["data"] for content in contents.values()}) == 1,
             "seed": subject.seed,
             "tables": describe_tables(subject.tables, subject.seed),

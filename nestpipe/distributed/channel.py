@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
@@ -42,12 +42,14 @@ class Channel:
         lane: Lane | None = None,
         device_group: dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        """ranks: those that use the channel, which numbers them in this order; None for all."""
         self.name = name
-        self.rank = watch.rank
-        self.size = watch.size
-        self.mesh = mesh or Mesh(watch.rank, watch.size)
-        """Groups of ranks that share rows. Collectives are always those of all ranks."""
+        self.rank = watch.rank if ranks is None else ranks.index(watch.rank)
+        self.size = watch.size if ranks is None else len(ranks)
+        self.mesh = mesh or Mesh(self.rank, self.size)
+        """Groups of ranks that share rows. Collectives are always those of all ranks of the channel."""
         self.watch = watch
         self.transport = transport
         """Way of host memory; None in a world of one, or if the channel carries device memory only."""

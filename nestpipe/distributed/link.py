@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -72,11 +72,19 @@ class Link:
         """Connects to the store that the environment names, and makes torch's default group."""
         return Link(rank, size, timeout_seconds, stall_seconds, lambda: _connect(rank, size))
 
-    def new_group(self, backend: str) -> dist.ProcessGroup:
+    def new_group(self, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Makes a group of some ranks, or of all. Those ranks call it together."""
         if backend == "nccl":
             # NCCL's own watchdog would abort the process when a rank is lost, before the watch can say which, and why.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        group: dist.ProcessGroup = self.run(lambda: dist.new_group(backend=backend, timeout=UNLIMITED))
+        group: dist.ProcessGroup = self.run(
+            lambda: dist.new_group(
+                None if ranks is None else list(ranks),
+                timeout=UNLIMITED,
+                backend=backend,
+                use_local_synchronization=ranks is not None,  # the other ranks do not call
+            )
+        )
         if backend == "nccl":
             self._device_groups.append(group)
             if len(self._device_groups) == 1:

@@ -2,7 +2,7 @@
 
 Rank 0 makes the memory, and hands it to the others over Unix sockets. It has no name, so nothing stays behind when the
 ranks are gone. The connections stay open: one that closes tells that its rank has died. If the ranks of a world are on
-several hosts, all use gloo.
+several hosts, all use gloo, except for the hop inside a host (hosts.py).
 """
 
 import ctypes
@@ -73,13 +73,15 @@ def are_on_one_host(addresses: Sequence[str]) -> bool:
 
 
 class Neighbours:
-    """The connections of a rank to all others, which are on its host, and the memory that they share."""
+    """The connections of a rank to others on its host, and the memory that they share. They are numbered in order."""
 
-    def __init__(self, rank: int, listener: Listener, addresses: Sequence[str]) -> None:
-        """addresses: those of all ranks."""
-        self.rank, self.size = rank, len(addresses)
+    def __init__(self, rank: int, listener: Listener, addresses: Sequence[str], ranks: Sequence[int]) -> None:
+        """ranks: those that share the memory, this one included. addresses: theirs."""
+        self.ranks = ranks
+        """Rank in the world of each."""
+        self.rank, self.size = ranks.index(rank), len(ranks)
         self._connections: dict[int, socket.socket] = {}
-        for other in range(rank):
+        for other in range(self.rank):
             self._connections[other] = self._connect(addresses[other].rpartition(" ")[2])
         while len(self._connections) < self.size - 1:
             other, connection = listener.accept()
@@ -107,7 +109,7 @@ class Neighbours:
             os.close(file)
 
     def lost(self) -> list[int]:
-        """Returns the ranks whose connections have closed."""
+        """Returns the numbers of those whose connections have closed."""
         poll = select.poll()
         for connection in self._connections.values():
             poll.register(connection, select.POLLIN)  # nothing is sent any more: a closed connection is all it can be
@@ -120,7 +122,7 @@ class Neighbours:
 
 
 class SharedMemory:
-    """Transports of the channels of a world whose ranks are all on one host."""
+    """Transports of the channels of ranks that are all on one host."""
 
     def __init__(self, neighbours: Neighbours, ring_bytes: Sequence[int]) -> None:
         """ring_bytes: for each channel, in the order in which all ranks take their transports. All ranks call it
@@ -215,7 +217,11 @@ class _Exchange:
             return True
         lost = self._neighbours.lost() if seconds > 0.0 else []
         # A rank may leave once it has sent and received everything, while others still wait for each other.
-        if lost and not self._exchanged(0.0) and (missed := [rank for rank in lost if self._is_open(rank)]):
+        if (
+            lost
+            and not self._exchanged(0.0)
+            and (missed := [self._neighbours.ranks[rank] for rank in lost if self._is_open(rank)])
+        ):
             raise LostConnectionError(f"the connection to rank {', '.join(map(str, missed))} has closed")
         return bool(self._is_done.value)
 

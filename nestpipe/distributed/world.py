@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -21,6 +21,8 @@ from nestpipe.device.streams import (
 )
 from nestpipe.distributed.backend import choose_backend, device_place, take_ranks_for_hosts
 from nestpipe.distributed.channel import Channel
+from nestpipe.distributed.host_map import HostMap, HostSetting, agreed_map, check_hosts, told_hosts
+from nestpipe.distributed.hosts import Hosts, shared_memory_of
 from nestpipe.distributed.lane import Lane
 from nestpipe.distributed.link import Link
 from nestpipe.distributed.mesh import Mesh
@@ -28,10 +30,8 @@ from nestpipe.distributed.notice import Notice
 from nestpipe.distributed.shared_memory import (
     LARGE_RING_BYTES,
     RING_BYTES,
-    Listener,
-    Neighbours,
     SharedMemory,
-    are_on_one_host,
+    host_identity,
 )
 from nestpipe.distributed.sockets import check_open_files
 from nestpipe.distributed.transport import GlooTransport, Transport
@@ -68,6 +68,7 @@ class World:
         link: Link | None = None,
         shared_memory: bool = True,
         replicas: int = 1,
+        hosts: HostSetting = None,
     ) -> None:
         """backend: "gloo", or "nccl", which carries device memory. has_issuer: one thread issues all collectives of
         rows and dense gradients, in schedule order; None if the backend decides.
@@ -76,7 +77,8 @@ class World:
         progress after which a living rank does. link: connections to the other ranks; by default, those of
         torch.distributed or of the environment. shared_memory: ranks that are all on one host exchange host memory
         through memory that they share; otherwise, or if False, through gloo. replicas: groups of ranks of which each
-        has all rows of all tables (2D sparse parallel; docs/large-clusters.md). It divides size.
+        has all rows of all tables (2D sparse parallel; docs/large-clusters.md). It divides size. hosts: "auto", or a
+        number of hosts with equally many ranks, for an exchange of rows in two hops (docs/large-clusters.md).
         """
         self.rank = rank
         self.size = size
@@ -115,6 +117,9 @@ class World:
         self.notice = Notice()
         """What this rank tells all others with each batch that it trains."""
         self._reductions: list[ReferenceType[Reduction]] = []
+        self.hosts_setting = hosts
+        self.hosts = self._join_hosts(hosts, shared_memory)
+        """Hosts of the ranks, for an exchange in two hops; None if rows and gradients travel in one."""
         if link is not None:
             link.settle()
 
@@ -127,6 +132,7 @@ class World:
         shared_memory: bool = True,
         nccl_may_share_device: bool = False,
         replicas: int = 1,
+        hosts: HostSetting = None,
     ) -> "World":
         """Returns the world of the ranks that torchrun, or a launcher with the same variables, started; else a world of
         one.
@@ -150,16 +156,8 @@ class World:
             chosen = choose_backend(backend, places, may_share_device=nccl_may_share_device)
             if nccl_may_share_device:
                 take_ranks_for_hosts(rank)
-            world = World(
-                rank,
-                size,
-                timeout_seconds,
-                own_device,
-                chosen,
-                link=link,
-                shared_memory=shared_memory,
-                replicas=replicas,
-            )
+            parts = rank, size, timeout_seconds, own_device, chosen
+            world = World(*parts, link=link, shared_memory=shared_memory, replicas=replicas, hosts=hosts)
             if places[rank]:
                 world.num_sharing_device = places.count(places[rank])
             _environment_world = ref(world)
@@ -174,6 +172,11 @@ class World:
             return world
         known = _environment_world() if _environment_world is not None else None
         return known if known is not None else World.from_environment()
+
+    @property
+    def host_map(self) -> HostMap | None:
+        """Returns the ranks of each host, if rows and gradients travel in two hops; else None."""
+        return None if self.hosts is None else self.hosts.map
 
     @property
     def step_channels(self) -> tuple[Channel, ...]:
@@ -222,6 +225,8 @@ class World:
         if self.watch.failure is None:
             for channel in (*self.step_channels, self.evaluate, self.control):
                 channel.close()
+            if self.hosts is not None:
+                self.hosts.close_channels()
             if dist.is_initialized():
                 lane = Lane("end")
                 self.watch.wait(lane.submit(dist.destroy_process_group), "the end")
@@ -229,6 +234,36 @@ class World:
         self._link.end()
         if self._shared is not None:
             self._shared.close()
+        if self.hosts is not None:
+            self.hosts.close()
+
+    def _join_hosts(self, setting: HostSetting, shared_memory: bool) -> Hosts | None:
+        """Makes the channels of two hops. All ranks call it, whatever their setting, and raise alike."""
+        check_hosts(setting)
+        if self._link is None:
+            return None
+        host_map = agreed_map(self._link.gather(told_hosts(setting, host_identity())))
+        if host_map is None:
+            return None
+        if self.rank == 0:
+            what = "two hops" if host_map.has_two_hops else "one hop, which is all that these hosts need"
+            print(f"nestpipe: ranks by host: {host_map}; rows travel in {what}", file=sys.stderr, flush=True)
+        if not host_map.has_two_hops:
+            return None
+        if self.mesh.num_replicas > 1:
+            raise ValueError(
+                f"exchange.hosts does not combine with exchange.replicas = {self.mesh.num_replicas}: set only one"
+            )
+        if self.issuer is not None:
+            raise ValueError(
+                "exchange.hosts does not combine with NCCL: its hops go through host memory. Leave it out, or set "
+                'distributed.backend = "gloo"'
+            )
+
+        def make(name: str, transport: Transport, ranks: Sequence[int]) -> Channel:
+            return Channel(name, self.watch, transport, self.streams, ranks=ranks)
+
+        return Hosts(host_map, self.rank, self._link, make, shared_memory)
 
     def _channel(self, name: str, is_on_device: bool = False, needs_host: bool = False) -> Channel:
         lane, device_group = None, None
@@ -267,12 +302,8 @@ def _print_once(world: World) -> None:
 
 def _shared_memory(link: Link, rank: int) -> SharedMemory | None:
     """Returns the memory of a world whose ranks are all on one host; else None."""
-    with closing(Listener()) as listener:
-        addresses = link.gather(listener.address)
-        if not are_on_one_host(addresses):
-            return None
-        rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
-        return link.run(lambda: SharedMemory(Neighbours(rank, listener, addresses), rings))
+    rings = [LARGE_RING_BYTES] * NUM_LARGE_CHANNELS + [RING_BYTES] * NUM_SMALL_CHANNELS
+    return shared_memory_of(link, rank, range(link.size), rings)
 
 
 def _check_replicas(link: Link, replicas: int) -> None:

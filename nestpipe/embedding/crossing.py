@@ -12,6 +12,7 @@ Replicated tables have neither early rows nor late gradients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.distributed import Channel
-from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.plan import Marks
 from nestpipe.embedding.route import OwnerDedup, Route
 from nestpipe.store import match_tables
@@ -46,18 +46,26 @@ def compare(earlier: Route, later: Route, channel: Channel, has_late: bool, num_
 
     has_late: False if the gradients of the earlier batch are all needed for its update.
     """
-    owned: list[Tensor] = []
-    error: Exception | None = None
-    try:
-        early, late = _owned_marks(earlier, later, has_late, num_threads)
-        owned = [*early, *late]
-    except Exception as failure:  # no memory, for example
-        error = failure
+    owned, error = owned_marks(earlier, later, has_late, num_threads)
     lists = [*_lists(later), *_lists(earlier)]
-    received, num_bytes = _exchanged(lists, owned, channel, error)
+    received, num_bytes, failed = exchange_marks(lists, owned, channel, error is not None)
+    if error is not None or len(failed) > 0:
+        channel.raise_agreed(error, failed + [channel.rank] * (error is not None))
     marks = [Marks(positions, keys) for positions, keys in zip(received, owned, strict=True)]
     num_groups = len(later.owner_dedups)
     return Crossing(marks[:num_groups], marks[num_groups:], num_bytes)
+
+
+def owned_marks(
+    earlier: Route, later: Route, has_late: bool, num_threads: int
+) -> tuple[list[Tensor], Exception | None]:
+    """Returns by group which owned keys of the later batch are early, then which of the earlier one are late. If that
+    fails, returns no marks, and the error."""
+    try:
+        early, late = _owned_marks(earlier, later, has_late, num_threads)
+    except Exception as error:  # no memory, for example
+        return [], error
+    return [*early, *late], None
 
 
 def _owned_marks(earlier: Route, later: Route, has_late: bool, num_threads: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -80,26 +88,34 @@ def _owned_marks(earlier: Route, later: Route, has_late: bool, num_threads: int)
     return all_early, all_late
 
 
-_List = tuple[RequesterDedup, OwnerDedup]
+class Asking(Protocol):
+    """Keys of one group that this rank asks for: RequesterDedup or HopKeys."""
+
+    @property
+    def counts_by_owner(self) -> NDArray[np.int64]: ...
+
+
+_List = tuple[Asking, OwnerDedup]
 
 
 def _lists(route: Route) -> list[_List]:
     return list(zip(route.batch.groups, route.owner_dedups, strict=True))
 
 
-def _exchanged(
-    lists: Sequence[_List], owned: Sequence[Tensor], channel: Channel, error: Exception | None
-) -> tuple[list[Tensor], int]:
-    """Answers each requester with a bit for each of its keys, and returns the bits of this rank's own requests."""
+def exchange_marks(
+    lists: Sequence[_List], owned: Sequence[Tensor], channel: Channel, has_failed: bool
+) -> tuple[list[Tensor], int, list[int]]:
+    """Answers each requester with a bit for each of its keys. Returns the bits of this rank's own requests, the bytes
+    sent, and the ranks that have failed; no bits if any has. has_failed: this rank has; it then sends no bits."""
     sent = _BitLayout([owner.entry_counts for _, owner in lists], channel.rank)
     arriving = _BitLayout([dedup.counts_by_owner for dedup, _ in lists], channel.rank)
     entries = [marks.index_select(0, owner.key_index) for (_, owner), marks in zip(lists, owned, strict=False)]
-    message, received = sent.message(entries, error is not None), arriving.empty()
+    message, received = sent.message(entries, has_failed), arriving.empty()
     channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
     failed = arriving.failed(received)
-    if error is not None or len(failed) > 0:
-        channel.raise_agreed(error, failed + [channel.rank] * (error is not None))
-    return arriving.marks(received, [sent.own(marks, g) for g, marks in enumerate(entries)]), len(message)
+    if has_failed or len(failed) > 0:
+        return [], len(message), failed
+    return arriving.marks(received, [sent.own(marks, g) for g, marks in enumerate(entries)]), len(message), []
 
 
 class _BitLayout:

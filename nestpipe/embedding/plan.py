@@ -110,11 +110,20 @@ class Returns:
     """With several sharding groups: the sums of keys that are updated at the end of the batch."""
     late_replica_sums: ReplicaSums | None = None
     """Those of late gradients; None if nothing is late."""
+    inside: "Returns | None" = None
+    """Gradients on the way inside the host, if these travel between hosts; None if there is one hop."""
+    relay_sums: list[list[Segments]] | None = None
+    """[groups][parts] entries inside the host that are added for each gradient that travels between hosts."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Returns":
-        sums, late_sums = (s and s.map(function) for s in (self.replica_sums, self.late_replica_sums))
-        groups = [group.map(function) for group in self.groups]
-        return replace(self, groups=groups, replica_sums=sums, late_replica_sums=late_sums)
+        return replace(
+            self,
+            groups=[group.map(function) for group in self.groups],
+            replica_sums=self.replica_sums and self.replica_sums.map(function),
+            late_replica_sums=self.late_replica_sums and self.late_replica_sums.map(function),
+            inside=self.inside and self.inside.map(function),
+            relay_sums=self.relay_sums and [[part.map(function) for part in parts] for parts in self.relay_sums],
+        )
 
 
 @dataclass(frozen=True)
@@ -140,11 +149,14 @@ class Plan:
     """None until the next batch is routed, if gradients may be late."""
     shares: Shares | None = None
     """None without replicated tables that are trained."""
+    inside: Sends | None = None
+    """Rows on the way inside the host, if `sends` are between hosts; None if there is one hop."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
         returns = None if self.returns is None else self.returns.map(function)
         shares = None if self.shares is None else self.shares.map(function)
-        return Plan(self.window, self.sends.map(function), returns, shares)
+        inside = None if self.inside is None else self.inside.map(function)
+        return Plan(self.window, self.sends.map(function), returns, shares, inside)
 
 
 @dataclass(frozen=True)
@@ -155,6 +167,22 @@ class Marks:
     """Requester: [positions] bool."""
     owned: Tensor
     """Owner: [owned keys] bool."""
+    inside: "Marks | None" = None
+    """The same keys on the way inside the host, if these are between hosts; None if there is one hop."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Keys of one group that this rank asks other ranks for, on one hop."""
+
+    group: TableGroup
+    uses: Tensor
+    """[n, bytes] bits of the micro-batches that use each key."""
+    counts: NDArray[np.int64]
+    """[ranks] keys that each rank is asked for."""
+    num_micro_batches: int
+    rows: Tensor | None
+    """Place of each key's row in the memory where rows arrive; None if they are in order of the keys."""
 
 
 RowBytes = Callable[[TableGroup], int]
@@ -166,33 +194,45 @@ def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early:
     marks = early if early is not None else [None] * len(route.owner_dedups)
     lists = zip(route.batch.groups, route.owner_dedups, route.replicas, marks, strict=True)
     groups = [
-        _group_sends(dedup, owner, mark, window, rank)
+        group_sends(asked_by(dedup), owner, mark, window, rank)
         if replica is None
         else _replica_sends(dedup, replica, mark, window, rank)
         for dedup, owner, replica, mark in lists
     ]
+    return laid_out_sends(groups, row_bytes, has_early=early is not None)
+
+
+def laid_out_sends(groups: list[GroupSends], row_bytes: RowBytes, has_early: bool) -> Sends:
     widths = [row_bytes(group.group) for group in groups]
     rows_in, lists_in = lay_out([group.rows_in for group in groups], widths)
     rows_out, lists_out = lay_out([group.rows_out for group in groups], widths)
     pairs = zip(groups, lists_in, lists_out, strict=True)
     groups = [replace(group, rows_in=into, rows_out=out) for group, into, out in pairs]
-    return Sends(groups, rows_in, rows_out, num_early=int(early is not None))
+    return Sends(groups, rows_in, rows_out, num_early=int(has_early))
 
 
 def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late: list[Marks] | None = None) -> Returns:
     """Plans how the gradients of a batch travel among several ranks. late: None if none are."""
-    if not any(owner.group.allows_late_gradients for owner in route.owner_dedups):
-        late = None
+    late = allowed_late(route, late)
     marks = late if late is not None else [None] * len(route.owner_dedups)
     trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
-    groups = [_group_returns(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
+    groups = [group_returns(asked_by(dedup), owner, mark, window, rank) for dedup, owner, mark in trios]
+    returns = laid_out_returns(groups, row_bytes, has_late=late is not None)
+    return _with_replica_sums(returns, route, marks, row_bytes)
+
+
+def allowed_late(route: Route, late: list[Marks] | None) -> list[Marks] | None:
+    """Returns the marks of late gradients; None if no group may have any."""
+    return late if any(owner.group.allows_late_gradients for owner in route.owner_dedups) else None
+
+
+def laid_out_returns(groups: list[GroupReturns], row_bytes: RowBytes, has_late: bool) -> Returns:
     widths = [row_bytes(group.group) for group in groups]
     gradients_in, lists_in = lay_out([group.gradients_in for group in groups], widths)
     gradients_out, lists_out = lay_out([group.gradients_out for group in groups], widths)
     pairs = zip(groups, lists_in, lists_out, strict=True)
     groups = [replace(group, gradients_in=into, gradients_out=out) for group, into, out in pairs]
-    returns = Returns(groups, gradients_in, gradients_out, has_late=late is not None)
-    return _with_replica_sums(returns, route, marks, row_bytes)
+    return Returns(groups, gradients_in, gradients_out, has_late)
 
 
 def _with_replica_sums(returns: Returns, route: Route, marks: Sequence[Marks | None], row_bytes: RowBytes) -> Returns:
@@ -260,7 +300,7 @@ def _reversed(sends: Sends, route: Route, rank: int) -> Returns:
         first, end = (int(owner.entry_counts[:r].sum()) for r in (rank, rank + 1))
         entries = torch.arange(len(owner.key_index))
         entries = torch.cat([entries[:first], entries[end:], entries[first:end]])
-        sums = KeySums(None, make_segments(*_entries_by_key(owner)))
+        sums = KeySums(None, make_segments(*entries_by_key(owner)))
         into = replace(group.rows_out, places=entries)
         groups.append(GroupReturns(group.group, group.rows_in, into, len(entries), sums, None))
     return Returns(groups, gradients_in=sends.rows_out, gradients_out=sends.rows_in, has_late=False)
@@ -288,16 +328,21 @@ def _nothing(num_parts: int, num_ranks: int) -> TravelList:
     return TravelList(none, [0] * (2 * num_parts + 1), np.zeros((num_parts, num_ranks), dtype=np.int64))
 
 
-def _group_sends(dedup: RequesterDedup, owner: OwnerDedup, early: Marks | None, window: str, rank: int) -> GroupSends:
+def asked_by(dedup: RequesterDedup) -> Asked:
     num_parts = len(dedup.num_samples)
-    wanted, owned = dedup.uses, owner.uses
+    return Asked(dedup.group, dedup.uses, dedup.counts_by_owner, num_parts, row_of_each(dedup))
+
+
+def group_sends(asked: Asked, owner: OwnerDedup, early: Marks | None, window: str, rank: int) -> GroupSends:
+    num_parts = asked.num_micro_batches
+    wanted, owned = asked.uses, owner.uses
     if early is not None:
         wanted = with_early_part(wanted, num_parts, early.positions)
         owned = with_early_part(owned, num_parts, early.owned.index_select(0, owner.key_index))
         num_parts += 1
-    rows_in = _listed(wanted, num_parts, "first", window, dedup.counts_by_owner, rank)
+    rows_in = _listed(wanted, num_parts, "first", window, asked.counts, rank)
     entries_out = _listed(owned, num_parts, "first", window, owner.entry_counts, rank)
-    return GroupSends(dedup.group, _by_row(rows_in, dedup), entries_out.select(owner.key_index))
+    return GroupSends(asked.group, _by_row(rows_in, asked.rows), entries_out.select(owner.key_index))
 
 
 def _replica_sends(dedup: RequesterDedup, replica: Replica, early: Marks | None, window: str, rank: int) -> GroupSends:
@@ -309,7 +354,7 @@ def _replica_sends(dedup: RequesterDedup, replica: Replica, early: Marks | None,
         wanted = with_early_part(wanted, num_parts, early.positions)
         num_parts += 1
     rows = _listed(wanted, num_parts, "first", window, counts, rank)
-    return GroupSends(dedup.group, _by_row(rows, dedup), rows.select(replica.positions))
+    return GroupSends(dedup.group, _by_row(rows, row_of_each(dedup)), rows.select(replica.positions))
 
 
 def _group_shares(owner: OwnerDedup, replica: Replica, rank: int) -> GroupSends:
@@ -328,21 +373,19 @@ def _group_shares(owner: OwnerDedup, replica: Replica, rank: int) -> GroupSends:
     return GroupSends(owner.group, into, out)
 
 
-def _group_returns(
-    dedup: RequesterDedup, owner: OwnerDedup, late: Marks | None, window: str, rank: int
-) -> GroupReturns:
-    num_parts, num_ranks = len(dedup.num_samples), len(owner.entry_counts)
-    wanted, owned = dedup.uses, owner.uses
+def group_returns(asked: Asked, owner: OwnerDedup, late: Marks | None, window: str, rank: int) -> GroupReturns:
+    num_parts, num_ranks = asked.num_micro_batches, len(owner.entry_counts)
+    wanted, owned = asked.uses, owner.uses
     if late is not None:
         wanted = with_late_part(wanted, num_parts, late.positions)
         owned = with_late_part(owned, num_parts, late.owned.index_select(0, owner.key_index))
         num_parts += 1
     out = into = _nothing(num_parts, num_ranks)
-    if not dedup.group.frozen:
-        out = _by_row(_listed(wanted, num_parts, "last", window, dedup.counts_by_owner, rank), dedup)
+    if not asked.group.frozen:
+        out = _by_row(_listed(wanted, num_parts, "last", window, asked.counts, rank), asked.rows)
         into = _listed(owned, num_parts, "last", window, owner.entry_counts, rank)
-    order, offsets = _entries_by_key(owner)
-    has_late = late is not None and dedup.group.allows_late_gradients
+    order, offsets = entries_by_key(owner)
+    has_late = late is not None and asked.group.allows_late_gradients
     if owner.union is not None:
         is_own = torch.zeros(len(owner.keys), dtype=torch.bool)
         is_own[owner.union.positions] = True
@@ -353,14 +396,19 @@ def _group_returns(
         sums, late_sums = (_sums_of(keys, order, offsets) for keys in (~late.owned, late.owned))
     else:
         sums, late_sums = KeySums(None, make_segments(order, offsets)), None
-    return GroupReturns(dedup.group, out, into, len(owner.key_index), sums, late_sums)
+    return GroupReturns(asked.group, out, into, len(owner.key_index), sums, late_sums)
 
 
-def _by_row(travel: TravelList, dedup: RequesterDedup) -> TravelList:
-    """Turns positions into rows of the only micro-batch, if there is one: its rows are not copied once more."""
+def row_of_each(dedup: RequesterDedup) -> Tensor | None:
+    """Returns the row of each position in the only micro-batch, if there is one: its rows are not copied once more."""
     if len(dedup.num_samples) > 1 or len(dedup.group.tables) == 1:
-        return travel
-    return travel.select(by_table(dedup.counts.numpy()))
+        return None
+    return by_table(dedup.counts.numpy())
+
+
+def _by_row(travel: TravelList, rows: Tensor | None) -> TravelList:
+    """Turns positions into rows."""
+    return travel if rows is None else travel.select(rows)
 
 
 def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:
@@ -372,6 +420,6 @@ def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:
     return KeySums(keys, make_segments(entries, ends))
 
 
-def _entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
+def entries_by_key(dedup: OwnerDedup) -> tuple[Tensor, Tensor]:
     offsets, _, entries = group_by_row(dedup.key_index, None, len(dedup.keys), with_occurrences=False)
     return entries, offsets

@@ -6,7 +6,9 @@ one; then owners learn the keys of the others (see union.py).
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
-from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.hop_keys import HopKeys
 from nestpipe.embedding.replica import KEY_BYTES, Replica, TouchedKeys, share_keys
 from nestpipe.embedding.union import UnionKeys, unite_keys
 from nestpipe.store.native import plan_ops
@@ -34,6 +37,18 @@ class OwnerDedup(TouchedKeys):
     union: UnionKeys | None = None
     """With several sharding groups: `keys` are those of all of them, in the order of the union. Entries are those of
     this rank's own group."""
+
+
+@dataclass(frozen=True)
+class Hops:
+    """One table group of a batch whose rows travel in two hops; see hop_keys.py. The owner's part is its OwnerDedup."""
+
+    inside: HopKeys
+    """Keys that this rank asks the relays of its host for."""
+    relayed: OwnerDedup
+    """Keys that the ranks of its host ask this rank for."""
+    between: HopKeys
+    """The same keys, as it asks their owners for them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,8 @@ class Route:
     """Saves that are on disk on every rank."""
     replicas: list[Replica | None]
     """What ranks share of replicated groups, by group; None for other groups, and in a world of one."""
+    hops: list[Hops] | None = None
+    """Keys on the way between requesters and owners, by group; None if there is one hop."""
 
     @property
     def touched(self) -> list[TouchedKeys]:
@@ -88,7 +105,7 @@ class _Header:
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class Agreed:
     """The headers of all ranks."""
 
     numbers: NDArray[np.int64]
@@ -126,6 +143,29 @@ class _Agreed:
         totals: list[float] = np.cumsum(self.weights, axis=0)[-1].tolist()
         return totals
 
+    def route(
+        self,
+        batch: BatchDedup,
+        owner_dedups: list[OwnerDedup],
+        key_bytes: int,
+        replicas: list[Replica | None],
+        hops: list[Hops] | None = None,
+    ) -> Route:
+        """Returns the route of this rank's batch, once its keys are known to their owners."""
+        totals = self.total_weights
+        return Route(
+            batch=batch,
+            owner_dedups=owner_dedups,
+            weights=dict(zip(sorted(batch.weights), totals, strict=False)),
+            is_step=any(total > 0 for total in totals),
+            num_samples=self.num_samples,
+            key_bytes=key_bytes,
+            is_stop_requested=self.is_stop_requested,
+            num_saves_written=self.num_saves_written,
+            replicas=replicas,
+            hops=hops,
+        )
+
     @property
     def name_the_same_losses(self) -> bool:
         """Returns whether all batches with a weight name the same losses."""
@@ -141,7 +181,25 @@ def route_keys(
     An exception instead of a batch stops all ranks: this one raises it, the others a RankError that quotes it. notice:
     what this rank tells the others with the batch.
     """
-    agreed, counts = _exchange_counts(batch, features, channel, notice)
+    met = meet(batch, [len(group.tables) for group in features.groups], channel, notice)
+    if met is None:
+        return None
+    batch, agreed, counts = met
+    owner_dedups, key_bytes = exchange_keys(batch.groups, counts, channel, batch.num_micro_batches)
+    if channel.mesh.num_replicas > 1:
+        owner_dedups, union_bytes = _with_unions(owner_dedups, channel)
+        key_bytes += union_bytes
+    replicas, shared_bytes = share_keys(batch.groups, owner_dedups, channel)
+    return agreed.route(batch, owner_dedups, key_bytes + shared_bytes, replicas)
+
+
+def meet(
+    batch: BatchDedup | Exception, tables: Sequence[int], channel: Channel, notice: Notice
+) -> tuple[BatchDedup, Agreed, list[Tensor]] | None:
+    """Begins the route of a batch on all ranks. Returns the batch, the headers of all ranks and, by group, the [ranks,
+    tables] numbers of keys that they need from this rank; None if no rank has a batch. Raises on all ranks if any has
+    an exception. tables: number of tables of each group whose numbers of keys are exchanged."""
+    agreed, counts = _exchange_counts(batch, tables, channel, notice)
     if agreed.failed:
         channel.raise_agreed(batch if isinstance(batch, Exception) else None, agreed.failed)
     assert not isinstance(batch, Exception)
@@ -150,23 +208,14 @@ def route_keys(
     if not agreed.name_the_same_losses:
         names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
-    owner_dedups, key_bytes = _exchange_keys(batch, counts, channel)
-    if channel.mesh.num_replicas > 1:
-        owner_dedups, union_bytes = _with_unions(owner_dedups, channel)
-        key_bytes += union_bytes
-    replicas, shared_bytes = share_keys(batch.groups, owner_dedups, channel)
-    totals = agreed.total_weights
-    return Route(
-        batch=batch,
-        owner_dedups=owner_dedups,
-        weights=dict(zip(sorted(batch.weights), totals, strict=False)),
-        is_step=any(total > 0 for total in totals),
-        num_samples=agreed.num_samples,
-        key_bytes=key_bytes + shared_bytes,
-        is_stop_requested=agreed.is_stop_requested,
-        num_saves_written=agreed.num_saves_written,
-        replicas=replicas,
-    )
+    return batch, agreed, counts
+
+
+def agree(error: Exception | None, channel: Channel) -> None:
+    """Raises on all ranks if any of them has an error."""
+    failed = channel.all_to_all_equal(torch.full((channel.size, 1), int(error is not None))).flatten()
+    if bool(failed.any()):
+        channel.raise_agreed(error, failed.nonzero().flatten().tolist())
 
 
 def route_alone(batch: BatchDedup | Exception, notice: Notice) -> Route | None:
@@ -196,35 +245,50 @@ def _owner_dedup(dedup: RequesterDedup) -> OwnerDedup:
 
 
 def _exchange_counts(
-    batch: BatchDedup | Exception, features: FeatureGroups, channel: Channel, notice: Notice
-) -> tuple[_Agreed, list[Tensor]]:
+    batch: BatchDedup | Exception, tables: Sequence[int], channel: Channel, notice: Notice
+) -> tuple[Agreed, list[Tensor]]:
     """Returns the headers of all ranks, and by group the [ranks, tables] numbers of keys they need from this rank."""
     size, header = channel.size, torch.from_numpy(_Header.encode(batch, notice).view(np.int32))
-    sent = torch.empty(size, len(header) + features.num_tables, dtype=torch.int32)
+    sent = torch.empty(size, len(header) + sum(tables), dtype=torch.int32)
     sent[:, : len(header)] = header
     if isinstance(batch, Exception):
         sent[:, len(header) :] = 0
-    else:
+    elif tables:
         torch.cat([group.counts for group in batch.groups], dim=1, out=sent[:, len(header) :])
     received = channel.all_to_all_equal(sent)
     numbers = np.ascontiguousarray(received[:, : len(header)].numpy()).view(np.int64)
-    tables = [len(group.tables) for group in features.groups]
-    counts = [part.contiguous() for part in received[:, len(header) :].split(tables, dim=1)]
-    return _Agreed(numbers), counts
+    counts = [part.contiguous() for part in received[:, len(header) :].split(list(tables), dim=1)] if tables else []
+    return Agreed(numbers), counts
 
 
-def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) -> tuple[list[OwnerDedup], int]:
-    """Returns the owner's dedup of each group, and the bytes sent. A rank sends its own keys in no message."""
-    mask_bytes = (batch.num_micro_batches + 7) // 8
-    sent = _KeyLayout([_rank_sums(group.counts) for group in batch.groups], mask_bytes, channel.rank)
+class AskedKeys(Protocol):
+    """Keys of one group in order of (asked rank, table): RequesterDedup or HopKeys."""
+
+    @property
+    def group(self) -> TableGroup: ...
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def counts(self) -> Tensor: ...
+    @property
+    def uses(self) -> Tensor: ...
+
+
+def exchange_keys(
+    groups: Sequence[AskedKeys], counts: list[Tensor], channel: Channel, num_micro_batches: int
+) -> tuple[list[OwnerDedup], int]:
+    """Returns the dedup of each group by the asked rank, and the bytes sent. A rank sends its own keys in no message.
+    counts: [ranks, tables] keys that ranks ask this one for, by group."""
+    mask_bytes = (num_micro_batches + 7) // 8
+    sent = _KeyLayout([_rank_sums(group.counts) for group in groups], mask_bytes, channel.rank)
     message = torch.empty(sent.num_bytes, dtype=torch.uint8)
-    for g, group in enumerate(batch.groups):
+    for g, group in enumerate(groups):
         sent.write(message, g, group)
     arriving = _KeyLayout([_rank_sums(group) for group in counts], mask_bytes, channel.rank)
     received = torch.empty(arriving.num_bytes, dtype=torch.uint8)
     channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
     dedups = []
-    for g, group in enumerate(batch.groups):
+    for g, group in enumerate(groups):
         keys, uses = arriving.read(received, g, group, sent.own(g))
         distinct, key_index, table_counts = plan_ops.owner_dedup(keys, counts[g])
         dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), key_index, uses, arriving.counts[g]))
@@ -274,11 +338,11 @@ class _KeyLayout:
         first = int(self.counts[group][: self._own_rank].sum())
         return slice(first, first + int(self.counts[group][self._own_rank]))
 
-    def write(self, message: Tensor, group: int, dedup: RequesterDedup) -> None:
+    def write(self, message: Tensor, group: int, dedup: AskedKeys) -> None:
         for array, width, starts in self._arrays(group, dedup.keys, dedup.uses):
             plan_ops.copy_runs(array, self._firsts(group) * width, message, starts, self._sent[group] * width)
 
-    def read(self, message: Tensor, group: int, dedup: RequesterDedup, own: slice) -> tuple[Tensor, Tensor]:
+    def read(self, message: Tensor, group: int, dedup: AskedKeys, own: slice) -> tuple[Tensor, Tensor]:
         """Returns the keys and uses of all requesters. This rank's come from its own dedup."""
         num_keys, target = int(self.counts[group].sum()), self.own(group)
         keys = torch.empty(num_keys, dtype=torch.int64)

@@ -29,7 +29,7 @@ from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.replicas import check_replicas
 from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE
-from nestpipe.pipelining.setup import can_cross, make_budget, operations_of, pool_of
+from nestpipe.pipelining.setup import can_cross, check_hosts, make_budget, operations_of, pool_of
 from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
@@ -99,8 +99,9 @@ class Pipeline:
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
+        check_hosts(world, options, self.groups)
         memory = memory_on(world.device, is_staged=world.rows.is_staged)
-        exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs)
+        exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs, world.hosts)
         schedule = options.schedule
         if exchange.size == 1:
             schedule = WITHOUT_EXCHANGE.get(schedule, schedule)

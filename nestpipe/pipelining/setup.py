@@ -50,6 +50,23 @@ def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroup
     return replicas > 1 or (world.size > 1 and trains_replicated)
 
 
+def check_hosts(world: World, options: PipelineOptions, features: FeatureGroups) -> None:
+    """Refuses options that do not combine with an exchange in two hops."""
+    if world.hosts is None:
+        return
+    refused = {
+        'exchange.window = "resend"': options.window == "resend",
+        "pipeline.stale": options.stale,
+        "memory.device_budget_bytes": options.device_budget_bytes is not None,
+        'placement = "replicated"': any(group.is_replicated for group in features.groups),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{name} does not combine with exchange.hosts; leave one of them out (docs/large-clusters.md)"
+            )
+
+
 def can_cross(world: World, options: PipelineOptions) -> bool:
     """Returns whether rows and gradients may be exchanged across batches."""
     if not options.cross_batch or options.stale:

@@ -34,6 +34,7 @@ def all_ways(num_groups: int) -> tuple[Way, ...]:
         Way("nested-2d", "nested", num_groups=num_groups),
         Way("serial-two-hops", "serial", exchange=TWO_HOPS),
         Way("nested-two-hops", "nested", exchange=TWO_HOPS),
+        Way("nested-cross-batch-two-hops", "nested", cross_batch=True, exchange=TWO_HOPS),
     )
 
 

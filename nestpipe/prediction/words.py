@@ -3,7 +3,8 @@
 SHORT = 0.05
 """Share of a step below which exposed exchange is not worth a remedy."""
 REMEDIES = (
-    'a larger batch, exchange.row_dtype = "bfloat16" with exchange.gradient_dtype = "bfloat16", or a faster network'
+    'a larger batch, exchange.hosts = "auto" if hosts have several ranks that share keys, exchange.row_dtype = '
+    '"bfloat16" with exchange.gradient_dtype = "bfloat16", or a faster network'
 )
 
 

@@ -13,7 +13,7 @@ Times = NDArray[np.float64]
 """Milliseconds, one number for each worker."""
 
 DIRECT, TWO_HOPS = "direct", "two_hops"
-"""Ways of an All2All: straight to every worker, or inside the nodes first and then between nodes."""
+"""Ways of an All2All: straight to every worker, or by hosts (nodes): inside them and between them."""
 
 
 @dataclass(frozen=True)

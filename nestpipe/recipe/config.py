@@ -215,6 +215,13 @@ class ExchangeSection:
         at_least=0,
         option="check_replicas",
     )
+    hosts: int | str | None = key(
+        None,
+        "rows and gradients travel between hosts once for a host, not for each of its ranks: auto, which finds the "
+        "hosts, or a number of hosts of consecutive ranks; not set: once for each rank",
+        choices=(AUTO,),
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _FREE_KEYS = (
     "data.num_workers",
 )
 """Sections and keys that may differ when a run resumes: its length, what is watched and saved, who reads, where rows
-are, and limits that an error message may have told the user to raise."""
+and ranks are, and limits that an error message may have told the user to raise."""
 _MACHINE_KEYS = (("store", "num_threads"), ("runtime", "dense_threads"), ("runtime", "device"))
 """Keys that default to what this machine has. Bits may depend on them, so a resumed run keeps its first values."""
 

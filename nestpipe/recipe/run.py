@@ -93,6 +93,7 @@ def run(
         "ranks": world.size,
         "backend": world.backend,
         "host_transport": world.host_transport,
+        "hosts": None if world.host_map is None else str(world.host_map),
         "num_micro_batches": trainer.options.num_micro_batches,
         "splitting": splitting(times.fields, trainer, choice),
         "steps": trainer.num_steps,
@@ -155,6 +156,11 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
 
 def start(config: Config, world: World) -> Run:
     assert config.runtime.dense_threads is not None
+    if world.size > 1 and world.hosts_setting != config.exchange.hosts:
+        raise ConfigError(
+            f"exchange.hosts is {config.exchange.hosts!r}, but the world was made with hosts={world.hosts_setting!r}; "
+            "give both the same"
+        )
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
     # Every allocated tensor is written before it is read; filling it first would cost a launch for each on a device.

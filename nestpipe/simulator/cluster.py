@@ -30,6 +30,12 @@ class BatchSection:
     owned_share: float = key(
         0.5, "distinct keys that a worker owns of the global batch, relative to `keys`: workers share keys", above=0
     )
+    node_share: float = key(
+        0.8,
+        "two hops: distinct keys of a node, relative to those of its workers, added up; an assumption",
+        above=0,
+        at_most=1,
+    )
     dim: int = key(512, "columns of a row", at_least=1)
     state_columns: int = key(1, "columns of optimizer state of a row; they never leave the owner", at_least=0)
     bytes_per_number: int = key(4, "bytes of a number of a row", at_least=1)

@@ -215,7 +215,9 @@ def _gradient_bytes(case: Case) -> float:
 
 
 def _all_to_all(case: Case, num_bytes: float) -> Exchange:
-    return all_to_all(case.cluster.network, case.group_size, num_bytes, case.way.exchange)
+    return all_to_all(
+        case.cluster.network, case.group_size, num_bytes, case.way.exchange, case.cluster.batch.node_share
+    )
 
 
 def _keys_of_a_group(case: Case) -> float:

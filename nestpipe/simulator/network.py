@@ -19,8 +19,13 @@ class Exchange:
         return Exchange(self.latency_ms + other.latency_ms, self.transfer_ms + other.transfer_ms)
 
 
-def all_to_all(network: NetworkSection, num_workers: int, num_bytes: float, hops: str = DIRECT) -> Exchange:
-    """Returns the time in which each worker sends num_bytes, spread evenly over all workers, itself included."""
+def all_to_all(
+    network: NetworkSection, num_workers: int, num_bytes: float, hops: str = DIRECT, node_share: float = 1.0
+) -> Exchange:
+    """Returns the time in which each worker sends num_bytes, spread evenly over all workers, itself included.
+
+    node_share: share of the bytes that two hops send between nodes, once for all workers of a node.
+    """
     in_node = min(network.devices_per_node, num_workers)
     num_nodes = math.ceil(num_workers / in_node)
     if hops == DIRECT:
@@ -29,10 +34,10 @@ def all_to_all(network: NetworkSection, num_workers: int, num_bytes: float, hops
         between_ms = _between_ms(network, num_bytes * between / num_workers, between)
         latency_us = inside * network.inside_latency_us + between * network.between_latency_us
         return Exchange(latency_us / 1e3, max(inside_ms, between_ms))
-    # The first hop brings what goes to one place of all nodes to the worker at that place of the own node.
+    # One hop is between a node's workers, the other between the workers at one place of all nodes.
     inside, between = in_node - 1, num_nodes - 1
     inside_ms = _ms(num_bytes * inside / in_node, network.inside_gb_per_second)
-    between_ms = _between_ms(network, num_bytes * between / num_nodes, between)
+    between_ms = _between_ms(network, node_share * num_bytes * between / num_nodes, between)
     latency_us = inside * network.inside_latency_us + between * network.between_latency_us
     return Exchange(latency_us / 1e3, inside_ms + between_ms)
 

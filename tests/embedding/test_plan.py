@@ -1,7 +1,7 @@
 """Requester and owner plan alike: what one sends is what the other expects, row by row and byte by byte.
 
 All ranks of a small world route and plan in threads of this process; then their plans are compared. Fails, for example,
-if _group_returns lists gradients with the "first" micro-batch, if _by_row does not turn positions into rows of a single
+if group_returns lists gradients with the "first" micro-batch, if _by_row does not turn positions into rows of a single
 micro-batch, if lay_out pads rows to 8 bytes, or if message_unit returns the bytes of a row.
 """
 

@@ -2,7 +2,7 @@
 
 The tables are float64. Training with float32 tables is then compared with training with float64 tables.
 
-Fails, for example, if _entries_by_key leaves a requester out, if `_lists` sends a key's gradient with the first
+Fails, for example, if entries_by_key leaves a requester out, if `_lists` sends a key's gradient with the first
 micro-batch that uses it instead of the last, or if Trainer divides by the rank's own weight.
 """
 

@@ -5,7 +5,7 @@ that are not finite. Fails if a row of both batches is sent early (`early[:] = T
 gradient is deferred that the next batch needs (`late[:] = True` there), if slots are given up whose late update is to
 come (`range(number - 1, number)` in Stages._in_flight_before), if it has the later step's settings (return `self` in
 RowUpdate.kept), if a flush leaves it out (return at once in Stages.complete_updates), or if the error of another rank
-is ignored (`if error is not None` in crossing._exchanged).
+is ignored (`if error is not None:` in crossing.compare).
 """
 
 from collections.abc import Callable, Iterator

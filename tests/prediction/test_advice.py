@@ -31,7 +31,7 @@ def test_sentences() -> None:
     )
     short = advice(fields(3, 9, 7), NESTED, 16, 4)
     assert short.startswith("16 micro-batches leave 7.0 ms of exchange exposed, and more would not hide more. Dense ")
-    assert "Dense compute of 3.0 ms cannot cover 9.0 ms of exchange: take a larger batch, exchange.row_dtype" in short
+    assert "Dense compute of 3.0 ms cannot cover 9.0 ms of exchange: take a larger batch, exchange.hosts" in short
     assert "would give nothing: 0.1 ms of 9.0 ms" in advice(fields(30, 9, 0.1), CROSSING, 2, 4)
     assert "one rank exchanges nothing" in advice(fields(30, 0, 0), CROSSING, 1, 1)
     for schedule, better in (("serial", "intra"), ("inter", "nested")):

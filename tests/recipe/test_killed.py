@@ -78,10 +78,9 @@ def train_until_killed(
     run(load_config(recipe, settings(path, schedule)).resolved(1, 1), world, after_step)
 
 
-def start_and_wait(size: int, *arguments: object, replicas: int = 1) -> bool:
-    """Runs ranks of which one may be killed. Returns whether one was."""
-    options = {"device": "cpu", "replicas": replicas}
-    processes, _ = ranks._start(size, train_until_killed, arguments, options)
+def start_and_wait(size: int, *arguments: object, **options: object) -> bool:
+    """Runs ranks of which one may be killed. Returns whether one was. options: those of World.from_environment."""
+    processes, _ = ranks._start(size, train_until_killed, arguments, {"device": "cpu", **options})
     try:
         for process in processes:
             process.join(timeout=ranks.limit_seconds)
@@ -167,6 +166,19 @@ def test_started_again_with_other_groups(tmp_path: Path) -> None:
     assert {resumed_from for _, resumed_from in with_one_group} == {step}
     with pytest.raises(ranks.RankFailedError, match=r"exchange.replicas = 1, but the world was made with replicas = 2"):
         ranks.run_ranks(4, train, tmp_path / "other", "nested", flat, replicas=2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_started_again_in_two_hops(schedule: str, tmp_path: Path) -> None:
+    recipe, path = tmp_path / "hops.toml", tmp_path / "out"
+    recipe.write_text("[exchange]\nhosts = 2\n")
+    assert start_and_wait(4, path, schedule, "a step", 5, 2, recipe, hosts=2)
+    step = newest(path)
+    assert step > 0
+    digests = {digest for digest, _ in ranks.run_ranks(4, train, tmp_path / "whole", schedule, recipe, hosts=2)}
+    resumed = ranks.run_ranks(4, train, path, schedule, recipe, hosts=2)
+    assert len(digests) == 1
+    assert set(resumed) == {(*digests, step)}
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:

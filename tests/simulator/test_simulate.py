@@ -110,6 +110,8 @@ def test_collectives_by_hand() -> None:
     hops = all_to_all(network, 16, 16e6, TWO_HOPS)
     assert hops.latency_ms == pytest.approx((3 * 1 + 3 * 10) / 1e3)
     assert hops.transfer_ms == pytest.approx(12e6 / 100e6 + 12e6 / 10e6 * (1 + 0.1 * 3))
+    shared = all_to_all(network, 16, 16e6, TWO_HOPS, node_share=0.5)
+    assert shared.transfer_ms == pytest.approx(12e6 / 100e6 + 6e6 / 10e6 * (1 + 0.1 * 3))
     assert all_reduce(network, 16, 16e6).latency_ms == pytest.approx(2 * 4 * 10 / 1e3)
     assert all_reduce(network, 16, 16e6).transfer_ms == pytest.approx(2 * 15e6 / 10e6)
     assert all_reduce(network, 1, 16e6).transfer_ms == 0

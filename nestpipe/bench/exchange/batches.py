@@ -1,7 +1,7 @@
 """Batches of `bench exchange`: skewed keys of a large table, so that ranks share many of them, and keys of small hot
 tables, all of which every rank uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ class Size:
     rows_of_a_small_table: int = 1_000
     small_keys_a_sample: int = 20
     """Keys of a sample in each small table."""
+    num_hot_keys: int = 50_000
+    """Keys of the table whose rows travel in one hop or in two: the ranks of a host share many of them."""
+    num_hot_occurrences: int = 500_000
 
 
 QUICK = Size(
@@ -37,12 +40,19 @@ QUICK = Size(
     num_batches=2,
     num_rounds=2,
     rows_of_a_small_table=60,
+    num_hot_keys=500,
+    num_hot_occurrences=1_000,
 )
 
 
 def make_batches(size: Size, rank: int) -> list[Batch]:
     """Makes a rank's batches. Input `share` is the sample's share of the batch's keys."""
     return [_batch(size, np.random.default_rng([SEED, number, rank])) for number in range(size.num_batches)]
+
+
+def make_hot_batches(size: Size, rank: int) -> list[Batch]:
+    """Makes a rank's batches of fewer keys, which are used more often."""
+    return make_batches(replace(size, num_keys=size.num_hot_keys, num_occurrences=size.num_hot_occurrences), rank)
 
 
 def _batch(size: Size, random: np.random.Generator) -> Batch:

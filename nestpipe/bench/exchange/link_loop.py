@@ -1,6 +1,4 @@
-"""Training loops that count what their ranks send to other hosts."""
-
-from pathlib import Path
+"""Training loops that count, by their plans, what their ranks send to other hosts."""
 
 import torch
 
@@ -9,25 +7,21 @@ from nestpipe.embedding.plan import Plan
 from nestpipe.embedding.travel import MessageSizes
 
 RANKS_PER_HOST = 2
-LINK_FIELDS = ("link_row_bytes", "link_gradient_bytes", "link_sum_bytes", "link_sent_bytes")
-"""Bytes of a step to other hosts: rows, gradients, and sums of replicas, of a rank, by the plan; all that its host has
-sent, divided by its ranks, by the counter of its interface."""
+LINK_FIELDS = ("link_row_bytes", "link_gradient_bytes", "link_sum_bytes")
+"""Bytes that a rank sends to other hosts in a step: rows, gradients, and sums of replicas."""
 
 
 class LinkLoop(Loop):
     """A Loop with LINK_FIELDS."""
 
     _planned = torch.zeros(3, dtype=torch.float64)
-    """Bytes to other hosts since the turn began, as planned."""
+    """Bytes to other hosts since the turn began."""
 
     def turn(self, num_steps: int) -> dict[str, float]:
         """See Loop. Bytes are means over all steps of the turn, and over ranks."""
         self._planned = torch.zeros(3, dtype=torch.float64)
-        before = interface_bytes()
         fields = super().turn(num_steps)
-        self.world.control.all_reduce_sum(torch.zeros(1))  # every rank has sent all
-        sent = torch.tensor([(interface_bytes() - before) / RANKS_PER_HOST], dtype=torch.float64)
-        own = torch.cat([self._planned, sent]) / (num_steps + 1)
+        own = self._planned / (num_steps + 1)
         self.world.control.all_reduce_sum(own)
         return fields | dict(zip(LINK_FIELDS, (own / self.world.size).tolist(), strict=True))
 
@@ -52,10 +46,3 @@ def planned_bytes(plan: Plan, rank: int) -> list[int]:
 def _to_other_hosts(sizes: MessageSizes, rank: int) -> int:
     host = rank // RANKS_PER_HOST
     return sum(size for part in sizes.sizes for to, size in enumerate(part) if to // RANKS_PER_HOST != host)
-
-
-def interface_bytes() -> int:
-    """Returns the bytes that this host has sent through its interfaces, but for those to itself."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    counts = {name.strip(): numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
-    return sum(int(numbers[8]) for name, numbers in counts.items() if name != "lo")

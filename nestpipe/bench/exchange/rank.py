@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from nestpipe.bench.exchange.batches import QUICK, Size, make_batches, make_small_batches, small_tables
+from nestpipe.bench.exchange.batches import (
+    QUICK,
+    Size,
+    make_batches,
+    make_hot_batches,
+    make_small_batches,
+    small_tables,
+)
+from nestpipe.bench.exchange.hops import mean_of_ranks, sent_bytes, union_share
 from nestpipe.bench.exchange.link_loop import LINK_FIELDS, RANKS_PER_HOST, LinkLoop
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.harness.ways import EXCHANGED, Values, Way, medians
@@ -19,6 +27,7 @@ from nestpipe.bench.network.loop import SEED, Paced, make_features
 from nestpipe.bench.network.loop import Size as LoopSize
 from nestpipe.data.batch import Batch
 from nestpipe.distributed import World
+from nestpipe.distributed.host_map import AUTO
 from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.table import PLACEMENTS, Feature
 
@@ -26,6 +35,8 @@ Record = dict[str, int | float | str | bool]
 Variant = tuple[dict[str, Feature], Mapping[str, Any]]
 """Features, and options of the pipeline."""
 
+LINK_BYTES = "link_bytes"
+"""Bytes that a host sent to others in a turn."""
 WAY = Way("nested", 1, cross_batch=True)
 PACE = 0.5
 """Time of paced dense compute, relative to the exchange time of serial without any option."""
@@ -54,6 +65,7 @@ class Bench:
         yield from self._forms()
         yield from self._placements()
         yield from self._groups()
+        yield from self._hops()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
@@ -104,15 +116,31 @@ class Bench:
         variants: dict[str, Variant] = {str(number): (features, {"replicas": number}) for number in numbers}
         rounds = self._measured(variants, batches)
         for number in numbers:
-            mine, flat = rounds[str(number)], rounds["1"]
-            pairs = list(zip(mine, flat, strict=True))
+            mine = rounds[str(number)]
+            pairs = list(zip(mine, rounds["1"], strict=True))
             yield {
                 **self._record("groups", mine),
                 "keys_per_rank": self._size.num_occurrences,
                 "replicas": number,
                 **{name: statistics.median(values[name] for values in mine) for name in LINK_FIELDS},
-                "link_bytes_vs_flat": statistics.median(m["link_sent_bytes"] / f["link_sent_bytes"] for m, f in pairs),
-                **spread("speed_vs_flat", [f["step_ms"] / m["step_ms"] for m, f in pairs]),
+                "link_bytes_vs_flat": statistics.median(m[LINK_BYTES] / p[LINK_BYTES] for m, p in pairs),
+                **spread("speed_vs_flat", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+            }
+
+    def _hops(self) -> Iterator[Record]:
+        """Yields a record for an exchange in one hop, and one for two. Bytes are all that hosts send each other."""
+        features, batches = make_features(self._size.dim), make_hot_batches(self._size, self._world.rank)
+        share = union_share(batches, self._world)
+        rounds = self._measured({"1": (features, {}), "2": (features, {"hosts": AUTO})}, batches)
+        for number, mine in rounds.items():
+            pairs = list(zip(mine, rounds["1"], strict=True))
+            yield {
+                **self._record("hops", mine),
+                "hops": int(number),
+                "keys_per_rank": self._size.num_hot_occurrences,
+                "union_share": share,
+                "link_bytes_vs_flat": statistics.median(m[LINK_BYTES] / p[LINK_BYTES] for m, p in pairs),
+                **spread("speed_vs_flat", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
             }
 
     def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:
@@ -132,13 +160,18 @@ class Bench:
         for loop in loops.values():
             assert isinstance(loop.model, Paced)
             loop.model.sleep_ms = PACE * statistics.median(times)
-        turns = {name: partial(loop.turn, self._size.num_batches) for name, loop in loops.items()}
+        turns = {name: partial(self._turn, loop) for name, loop in loops.items()}
         rounds = alternate(turns, self._size.num_rounds)
         for loop in loops.values():
             loop.close()
         del loops, serial, turns
         gc.collect()  # their stores need the memory of the next ones
         return rounds
+
+    def _turn(self, loop: LinkLoop) -> Values:
+        before = sent_bytes()
+        values = loop.turn(self._size.num_batches)  # its last collective comes after all that was sent
+        return {**values, LINK_BYTES: mean_of_ranks(sent_bytes() - before, self._world)}
 
     def _record(self, part: str, mine: Sequence[Values]) -> Record:
         return {

@@ -16,6 +16,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.data.dataset import Batches
 from nestpipe.data.synthetic.sequences import SequenceData
 from nestpipe.distributed import World
+from nestpipe.distributed.host_map import HostSetting
 from nestpipe.embedding.cluster import BY_KEYS, Clustering
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.features import SequenceEmbedding
@@ -153,10 +154,12 @@ class Loop:
         threads: int,
         store: Store | None = None,
         replicas: int = 1,
+        hosts: HostSetting = None,
         **options: Any,
     ) -> None:
-        """replicas: groups of ranks that have all rows each. options: further options of the pipeline."""
-        self.world = World(world.rank, world.size, replicas=replicas)
+        """replicas: groups of ranks that have all rows each. hosts: those of an exchange in two hops. options: further
+        options of the pipeline."""
+        self.world = World(world.rank, world.size, replicas=replicas, hosts=hosts)
         self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.reducer = DenseReducer(self.model, self.world)

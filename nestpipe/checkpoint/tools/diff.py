@@ -20,8 +20,8 @@ from nestpipe.checkpoint.tools.state_view import StateView, TensorEntry
 
 PIECE_BYTES = 64 << 20
 """Rows of the first checkpoint that are in memory at a time."""
-_SETTINGS = ("num_steps", "num_skipped", "seed", "num_micro_batches", "world_size")
-_NOT_CONTENT = ("world_size", "num_micro_batches")
+_SETTINGS = ("num_steps", "num_skipped", "seed", "num_micro_batches", "world_size", "hosts")
+_NOT_CONTENT = ("world_size", "num_micro_batches", "hosts")
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def diff(
 
 def _settings(a: SavedCheckpoint, b: SavedCheckpoint) -> Iterator[Difference]:
     for name in _SETTINGS:
-        if a.manifest[name] != b.manifest[name]:
-            values = str(a.manifest[name]), str(b.manifest[name])
+        values = str(a.manifest.get(name)), str(b.manifest.get(name))
+        if values[0] != values[1]:
             yield Difference(name, *values, is_content=name not in _NOT_CONTENT)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
+from nestpipe.distributed.hosts import Hosts
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange.codec import EXACT, Codecs
@@ -115,12 +116,20 @@ class Exchange(Protocol):
 
 
 def make_exchange(
-    route: Channel, rows: Channel, gradients: Channel, memory: Memory, codecs: Codecs = EXACT
+    route: Channel,
+    rows: Channel,
+    gradients: Channel,
+    memory: Memory,
+    codecs: Codecs = EXACT,
+    hosts: Hosts | None = None,
 ) -> Exchange:
-    """Returns the exchange of a world: local for one rank, distributed for several."""
+    """Returns the exchange of a world: local for one rank, distributed for several, in two hops if there are hosts."""
     from nestpipe.embedding.exchange.distributed import DistributedExchange
     from nestpipe.embedding.exchange.local import LocalExchange
+    from nestpipe.embedding.exchange.two_hops import TwoHopExchange
 
     if route.size == 1:
         return LocalExchange(memory, codecs)
+    if hosts is not None:
+        return TwoHopExchange(route, hosts, memory, codecs)
     return DistributedExchange(route, rows, gradients, memory, codecs)

@@ -112,11 +112,10 @@ class Codecs:
     rows: Codec = PLAIN
     gradients: Codec = PLAIN
 
-    def sum_limit(self, dtype: torch.dtype, world_size: int, num_summed: int = 1) -> float:
+    def sum_limit(self, dtype: torch.dtype, world_size: int, num_added: int = 1) -> float:
         """Returns the largest magnitude of a requester's sum of gradients that is finite in a message, and leaves the
-        sum over all ranks finite. num_summed: ranks whose sums are added, and sent in a message again."""
-        largest = self.gradients.largest(dtype) / (2 * num_summed if num_summed > 1 else 1)
-        return min(largest, torch.finfo(dtype).max / (2 * world_size))
+        sum over all ranks finite. num_added: ranks whose sums are added, and sent in a message again."""
+        return min(self.gradients.largest(dtype) / num_added, torch.finfo(dtype).max / (2 * world_size))
 
 
 EXACT = Codecs()

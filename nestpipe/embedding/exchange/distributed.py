@@ -7,6 +7,8 @@ rows while the message travels.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from nestpipe.embedding.plan import (
     Marks,
     Plan,
     Returns,
+    Sends,
     Shares,
     make_plan,
     plan_returns,
@@ -34,7 +37,7 @@ from nestpipe.embedding.plan import (
 )
 from nestpipe.embedding.replica_sums import ReplicaSums
 from nestpipe.embedding.resident import ResidentRows
-from nestpipe.embedding.route import Route, route_keys
+from nestpipe.embedding.route import Route, agree, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList
 
 
@@ -75,14 +78,51 @@ class DistributedExchange:
         return plan_returns(route, window, self._route.rank, self._codecs.gradients.row_bytes, late)
 
     def agree(self, error: Exception | None) -> None:
-        channel = self._route
-        failed = channel.all_to_all_equal(torch.full((channel.size, 1), int(error is not None))).flatten()
-        if bool(failed.any()):
-            channel.raise_agreed(error, failed.nonzero().flatten().tolist())
+        agree(error, self._route)
 
     def open(self, route: Route, plan: Plan | None, resident: list[ResidentRows] | None) -> "DistributedBatch":
         assert plan is not None
-        return DistributedBatch(route.batch, plan, resident, self._rows, self._gradients, self._memory, self._codecs)
+        mesh = self._route.mesh
+        num_added = 2 * mesh.num_shards if mesh.num_replicas > 1 else 1  # twice: a sent sum may be rounded up
+        requesters = make_requesters(route.batch, plan.window, self._memory, self._codecs, self.size, num_added)
+        channels = self._rows, self._gradients
+        return DistributedBatch(requesters, plan, resident, *channels, self._memory, self._codecs)
+
+
+class Requester(Protocol):
+    """One group of a batch on a rank that asks others for rows."""
+
+    def arriving(self, micro_batch: int) -> Tensor:
+        """Returns the memory for the arriving rows of a micro-batch."""
+
+    def gather(self, micro_batch: int) -> None:
+        """Takes note that the rows of a micro-batch have arrived."""
+
+    def pop_rows(self, micro_batch: int) -> Tensor:
+        """Returns the rows of a micro-batch, once."""
+
+    def collect(self, micro_batch: int, gradient: Tensor | None, exceeds: Tensor) -> Tensor:
+        """Takes the gradient of a micro-batch, and returns the array from which gradients are sent."""
+
+
+class RowSource(Protocol):
+    """One group of a batch on a rank that is asked for rows."""
+
+    def sent_from(self) -> tuple[Tensor, Tensor | None]:
+        """See ResidentRows.sent_from."""
+
+
+class HopPlan(Protocol):
+    """The plan of one hop: Plan, or its part inside a host."""
+
+    @property
+    def window(self) -> str: ...
+    @property
+    def sends(self) -> Sends: ...
+    @property
+    def returns(self) -> Returns | None: ...
+    @property
+    def shares(self) -> Shares | None: ...
 
 
 @dataclass(frozen=True)
@@ -99,33 +139,29 @@ class DistributedBatch:
 
     def __init__(
         self,
-        batch: BatchDedup,
-        plan: Plan,
-        resident: list[ResidentRows] | None,
+        requesters: Sequence[Requester],
+        plan: HopPlan,
+        sources: Sequence[RowSource] | None,
         rows: Channel,
         gradients: Channel,
         memory: Memory,
         codecs: Codecs,
+        writes_ahead: bool = True,
     ) -> None:
+        """sources: the rows that are sent, by group; None if they could not be made resident. writes_ahead: they are
+        all there before the first is sent."""
         self.exceeds = memory.new_flag()
         self._plan = plan
         self._rows_channel = rows
         self._gradients_channel = gradients
         self._memory = memory
         self._codecs = codecs
-        self._num_micro_batches = batch.num_micro_batches
-        num_summed = rows.mesh.num_shards if rows.mesh.num_replicas > 1 else 1
-        limits = [codecs.sum_limit(dedup.group.dtype, rows.size, num_summed) for dedup in batch.groups]
-        pairs = zip(batch.groups, limits, strict=True)
-        self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
+        self._num_micro_batches = len(plan.sends.rows_in.num_bytes) - plan.sends.num_early
+        self._requesters = requesters
+        self._writes_ahead = writes_ahead
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
-        self._sources = [rows.sent_from()[0] for rows in resident or []]
-        """Owner: array of rows that are sent, by group; empty if its rows could not be made resident."""
-        self._sent = [
-            _places_of(lists.rows_out, rows) for lists, rows in zip(plan.sends.groups, resident or [], strict=False)
-        ]
-        """Owner: places in it of the rows that are sent, by group."""
+        self._sources = sources or []
         self._outgoing: dict[int, Outgoing] = {}
         """Rows that were written ahead, by part."""
         self._collected: list[Tensor | None] = []
@@ -135,6 +171,12 @@ class DistributedBatch:
         self._totals: dict[int, RowGradients] = {}
         """Sums over all sharding groups, if there are several, by group."""
         self._late_totals: dict[int, RowGradients] = {}
+
+    @cached_property
+    def _sent(self) -> list[TravelList]:
+        """Owner: places of the rows that are sent, by group."""
+        pairs = zip(self._plan.sends.groups, self._sources, strict=False)
+        return [_places_of(lists.rows_out, source) for lists, source in pairs]
 
     @property
     def row_bytes(self) -> int:
@@ -161,11 +203,11 @@ class DistributedBatch:
 
         def meanwhile() -> None:
             # Rows are frozen, so the next message is written while this one travels. This thread then waits only once.
-            if outgoing.ready is not None and following is not None:
+            if self._writes_ahead and outgoing.ready is not None and following is not None:
                 self._outgoing[following] = self._write_rows(following)
             for source, sent, lists, target in zip(self._sources, self._sent, sends.groups, targets, strict=False):
                 places = sent.own(part), lists.rows_in.own(part)
-                codec.copy(self._memory, lists.group, source, places[0], target, places[1])
+                codec.copy(self._memory, lists.group, source.sent_from()[0], places[0], target, places[1])
 
         with self._exchanged(self._rows_channel, outgoing, sends.rows_out, sends.rows_in, part, meanwhile) as received:
             for lists, target in zip(sends.groups, targets, strict=True):
@@ -176,7 +218,8 @@ class DistributedBatch:
         """Writes the rows that this owner sends to other ranks."""
         message = self._memory.empty_message(self._plan.sends.rows_out.num_bytes[part])
         for source, sent in zip(self._sources, self._sent, strict=True):
-            self._codecs.rows.write(self._memory, source, sent.others(part), message, sent.in_message(part))
+            rows, _ = source.sent_from()
+            self._codecs.rows.write(self._memory, rows, sent.others(part), message, sent.in_message(part))
         return Outgoing(message, self._memory.sealed(message))
 
     def rows(self, micro_batch: int) -> list[ModelRows]:
@@ -231,7 +274,7 @@ class DistributedBatch:
         lists = self._returns.groups[g]
         rows, entries = lists.gradients_out.own(part), lists.gradients_in.own(part)
         if self._plan.window == "once":
-            self._codecs.gradients.copy(self._memory, lists.group, source, rows, self._entries_of(g), entries)
+            self._codecs.gradients.copy(self._memory, lists.group, source, rows, self.entries_of(g), entries)
         else:
             own = self._memory.empty_rows(len(rows), lists.group.dim, lists.group.dtype)
             self._memory.copy_rows(source, rows, own, None)
@@ -241,13 +284,13 @@ class DistributedBatch:
         lists = self._returns.groups[g]
         in_message, entries = lists.gradients_in.in_message(part), lists.gradients_in.others(part)
         if self._plan.window == "once":
-            self._codecs.gradients.read(self._memory, received, in_message, self._entries_of(g), entries)
+            self._codecs.gradients.read(self._memory, received, in_message, self.entries_of(g), entries)
         else:
             rows = self._memory.empty_rows(len(entries), lists.group.dim, lists.group.dtype)
             self._codecs.gradients.read(self._memory, received, in_message, rows, None)
             self._add_to_entries(g, entries, rows)
 
-    def _entries_of(self, g: int) -> Tensor:
+    def entries_of(self, g: int) -> Tensor:
         """Returns memory for the gradients of entries: uninitialised if each arrives once, zeros if they are resent."""
         if g not in self._entries:
             lists = self._returns.groups[g]
@@ -256,7 +299,7 @@ class DistributedBatch:
         return self._entries[g]
 
     def _add_to_entries(self, g: int, entries: Tensor, rows: Tensor) -> None:
-        self._memory.add_rows(self._entries_of(g), entries, rows, None, torch.inf, None)
+        self._memory.add_rows(self.entries_of(g), entries, rows, None, torch.inf, None)
 
     def share_sums(self) -> None:
         if (plan := self._returns.replica_sums) is not None:
@@ -267,7 +310,7 @@ class DistributedBatch:
     def _over_replicas(self, plan: ReplicaSums, sums: Sequence[KeySums | None]) -> dict[int, RowGradients]:
         """Returns the sums over all sharding groups of the gradients that arrived."""
         use_here(*self._entries.values())
-        own = {g: self._memory.sum_rows(self._entries_of(g), keys.entries) for g in plan.groups if (keys := sums[g])}
+        own = {g: self._memory.sum_rows(self.entries_of(g), keys.entries) for g in plan.groups if (keys := sums[g])}
 
         def exchanged(message: Tensor, meanwhile: Callable[[], None]) -> AbstractContextManager[Tensor]:
             outgoing = Outgoing(message, self._memory.sealed(message))
@@ -285,7 +328,7 @@ class DistributedBatch:
             if g in self._totals:
                 own = self._totals[g].values
             else:
-                own = self._memory.sum_rows(self._entries_of(g), self._returns.groups[g].sums.entries)
+                own = self._memory.sum_rows(self.entries_of(g), self._returns.groups[g].sums.entries)
             num_rows = len(lists.rows_in.places)
             targets[g] = self._memory.empty_rows(num_rows, lists.group.dim, lists.group.dtype)
             self._shared[g] = RowGradients(own, None, targets[g])
@@ -320,7 +363,7 @@ class DistributedBatch:
             elif g in known:
                 gradients.append(known[g])
             else:
-                gradients.append(RowGradients(self._memory.sum_rows(self._entries_of(g), keys.entries), keys.keys))
+                gradients.append(RowGradients(self._memory.sum_rows(self.entries_of(g), keys.entries), keys.keys))
         return gradients
 
     @contextmanager
@@ -345,14 +388,22 @@ class DistributedBatch:
             self._memory.consumed(received)
 
 
-def _places_of(rows_out: TravelList, resident: ResidentRows) -> TravelList:
+def _places_of(rows_out: TravelList, source: RowSource) -> TravelList:
     """Returns the places of the rows that an owner sends."""
-    _, slots = resident.sent_from()
+    _, slots = source.sent_from()
     return rows_out if slots is None else rows_out.select(slots)
 
 
+def make_requesters(
+    batch: BatchDedup, window: str, memory: Memory, codecs: Codecs, world_size: int, num_added: int = 1
+) -> list["_Requester"]:
+    """Returns the requester of each group. num_added: gradients of a row that are added up before they are encoded."""
+    limits = [codecs.sum_limit(dedup.group.dtype, world_size, num_added) for dedup in batch.groups]
+    return [_Requester(dedup, window, memory, limit) for dedup, limit in zip(batch.groups, limits, strict=True)]
+
+
 class _Requester:
-    """One group on the requester: received rows and summed gradients."""
+    """See Requester. Keeps received rows and summed gradients."""
 
     def __init__(self, dedup: RequesterDedup, window: str, memory: Memory, limit: float) -> None:
         self._dedup = dedup

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nestpipe.bench.exchange.link_loop import RANKS_PER_HOST
 from nestpipe.bench.harness.targets import find_misses, load_targets
 from tests.bench.simulate.test_run import needs_hosts
 
@@ -26,7 +27,7 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
     """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, if owners send no sums, or
-    if a Loop does not hand `replicas` to its World."""
+    if a Loop does not hand `replicas` or `hosts` to its World."""
     records = records_of("link", tmp_path)
     forms = [record for record in records if record["part"] == "forms"]
     expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
@@ -41,7 +42,10 @@ def test_link(tmp_path: Path) -> None:
     assert groups["link_sum_bytes"] > groups["link_row_bytes"] == groups["link_gradient_bytes"] == 0
     for record in (flat, groups):
         planned = record["link_row_bytes"] + record["link_gradient_bytes"] + record["link_sum_bytes"]
-        assert record["link_sent_bytes"] > planned
+        assert record["link_bytes"] > RANKS_PER_HOST * planned
+    flat, hops = (next(r for r in records if r.get("hops") == number) for number in (1, 2))
+    assert flat["link_bytes_vs_flat"] == 1
+    assert hops["union_share"] - 0.1 < hops["link_bytes_vs_flat"] < hops["union_share"] + 0.1
 
 
 @pytest.mark.slow
