@@ -14,7 +14,8 @@ from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, Codecs
-from nestpipe.embedding.exchange.distributed import DistributedBatch, make_requesters
+from nestpipe.embedding.exchange.distributed import DistributedBatch
+from nestpipe.embedding.exchange.requester import make_requesters
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.hop_plan import WINDOW, plan_hop_returns, plan_hop_sends
 from nestpipe.embedding.hop_route import compare_by_hosts, route_by_hosts
