@@ -27,7 +27,7 @@ from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.commit import LATE_STEPS, NonFiniteError, late_error
 from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.options import PipelineOptions
-from nestpipe.pipelining.replicas import check_replicas
+from nestpipe.pipelining.replicas import compare_replicas
 from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE
 from nestpipe.pipelining.setup import can_cross, check_hosts, make_budget, operations_of, pool_of
 from nestpipe.pipelining.stages import Stages
@@ -205,18 +205,11 @@ class Pipeline:
             self._step = Step(self._number, state, self)
             yield self._step
             self.end_step()
-            self._check_replicas(state)
+            compare_replicas(self, state, self._number)
             if self._is_stopped:
                 self._end()
                 self._raise_late()
                 return
-
-    def _check_replicas(self, state: BatchState) -> None:
-        """Compares the rows of the last step, if it is time to. All ranks do."""
-        every = self.options.check_replicas
-        if every > 0 and self._number % every == 0 and state.routed is not None:
-            self.flush()
-            check_replicas(self.world, self.stages.store, state.routed.route.touched, self._number - 1)
 
     def end_step(self) -> None:
         """Ends a step after update_rows. Later work, until the next step is requested, does not count in its time."""

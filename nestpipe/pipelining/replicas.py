@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,13 @@ from torch import Tensor
 from nestpipe.distributed import World
 from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.union import gather_from_replicas
+from nestpipe.pipelining.batch_state import BatchState
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.store import hash_keys
 from nestpipe.store.interface import RowStore
+
+if TYPE_CHECKING:
+    from nestpipe.pipelining.pipeline import Pipeline
 
 BUCKET_SHIFT = 48
 """A bucket is the top 16 bits of a key's hash."""
@@ -38,6 +43,14 @@ def refuse_with_replicas(world: World, options: PipelineOptions) -> None:
         raise ValueError(
             f"pipeline.stale does not combine with exchange.replicas = {replicas}; set exchange.replicas = 1"
         )
+
+
+def compare_replicas(pipeline: "Pipeline", state: BatchState, num_steps: int) -> None:
+    """Compares the rows of a step that has ended, if it is time to. All ranks call it, after num_steps steps."""
+    every = pipeline.options.check_replicas
+    if every > 0 and num_steps % every == 0 and state.routed is not None:
+        pipeline.flush()
+        check_replicas(pipeline.world, pipeline.stages.store, state.routed.route.touched, num_steps - 1)
 
 
 def check_replicas(world: World, store: RowStore, touched: Sequence[TouchedKeys], step: int) -> None:

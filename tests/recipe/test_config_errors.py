@@ -48,7 +48,7 @@ SECTIONS = (
         (
             "[exchange]\nzzz = 1",
             "unknown key exchange.zzz in recipe.toml; the keys of exchange are window, cross_batch, row_dtype, "
-            "gradient_dtype, hosts",
+            "gradient_dtype, replicas, check_replicas, hosts",
         ),
         (
             "[checkpoint]\n'a\tb' = 1",

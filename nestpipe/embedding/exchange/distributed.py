@@ -6,19 +6,19 @@ rows while the message travels.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nestpipe.device.streams import Mark, use_here
+from nestpipe.device.streams import use_here
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
+from nestpipe.embedding.exchange.outgoing import Outgoing
 from nestpipe.embedding.exchange.over_replicas import sum_over_replicas
 from nestpipe.embedding.exchange.requester import Requester, make_requesters
 from nestpipe.embedding.group import FeatureGroups
@@ -108,15 +108,6 @@ class HopPlan(Protocol):
     def returns(self) -> Returns | None: ...
     @property
     def shares(self) -> Shares | None: ...
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A message that kernels may still be writing."""
-
-    message: Tensor
-    ready: Mark
-    """Event that fires when the message is complete; None if stream order already guarantees it."""
 
 
 class DistributedBatch:
@@ -290,7 +281,7 @@ class DistributedBatch:
         if (plan := self._returns.replica_sums) is not None:
             self._totals = self._over_replicas(plan, [lists.sums for lists in self._returns.groups])
         if self._plan.shares is not None:
-            self._share_with_all(self._plan.shares)
+            self._share_with_all()
 
     def _over_replicas(self, plan: ReplicaSums, sums: Sequence[KeySums | None]) -> dict[int, RowGradients]:
         """Returns the sums over all sharding groups of the gradients that arrived."""
@@ -299,13 +290,14 @@ class DistributedBatch:
 
         def exchanged(message: Tensor, meanwhile: Callable[[], None]) -> AbstractContextManager[Tensor]:
             outgoing = Outgoing(message, self._memory.sealed(message))
-            sizes = plan.sums_out, plan.sums_in
-            return self._exchanged(self._gradients_channel, outgoing, *sizes, 0, meanwhile)
+            return self._exchanged(self._gradients_channel, outgoing, plan.sums_out, plan.sums_in, 0, meanwhile)
 
         return sum_over_replicas(plan, own, self._memory, self._codecs.gradients, exchanged)
 
-    def _share_with_all(self, shares: Shares) -> None:
+    def _share_with_all(self) -> None:
         """Sends the sums of replicated tables."""
+        shares = self._plan.shares
+        assert shares is not None
         use_here(*self._entries.values())
         message = self._memory.empty_message(shares.sums_out.num_bytes[0])
         targets: dict[int, Tensor] = {}
