@@ -36,9 +36,9 @@ class Recycler:
 
     def _allocate(self, num_bytes: int) -> mmap.mmap:
         with self._lock:
-            fitting = [block for block in self._free if len(block) >= num_bytes]
+            fitting = [block for block in reversed(self._free) if len(block) >= num_bytes]
             if fitting:
-                block = min(fitting, key=len)
+                block = min(fitting, key=len)  # of those, the last one freed: caches may still hold it
                 self._free.remove(block)
                 return block
             self._free.clear()  # sizes have grown: smaller blocks would stay unused
