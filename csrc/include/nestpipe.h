@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 14
+#define NESTPIPE_ABI_VERSION 15
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -507,17 +507,21 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t
                                                    const int64_t* offsets, int64_t num_samples, int64_t num_rows,
                                                    int64_t* row_offsets, int64_t* occurrences, int64_t* samples);
 
-/* The weighted sum of each sample's rows, in order of occurrence; zeros for a sample without rows.
- *   rows  [num_rows, dim]
- *   out   [num_samples, dim], a sample every `stride` elements */
-NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrences, const void* rows, void* out,
-                                           int64_t stride, int32_t num_threads);
+/* The weighted sums of each sample's rows, in order of occurrence; zeros for a sample without rows. Features stand side
+ * by side.
+ *   features  [num_features] occurrences of each, all of one dtype and number of samples
+ *   rows      [num_features] rows of each feature, [num_rows, dim]
+ *   out       [num_samples, sum of dims], a sample every `stride` elements */
+NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* features, int64_t num_features,
+                                           const void* const* rows, void* out, int64_t stride, int32_t num_threads);
 
-/* The weighted sum of each row's gradients, in order of occurrence.
- *   gradient       [num_samples, dim], a sample every `stride` elements
- *   row_gradients  [num_rows, dim], overwritten */
-NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient,
-                                                    int64_t stride, void* row_gradients, int32_t num_threads);
+/* The weighted sums of each row's gradients, in order of occurrence.
+ *   gradient       [num_samples, sum of dims], a sample every `stride` elements
+ *   row_gradients  [num_features] those of each feature, [num_rows, dim], overwritten; null for a feature whose rows
+ *                  have no gradient */
+NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* features, int64_t num_features,
+                                                    const void* gradient, int64_t stride, void* const* row_gradients,
+                                                    int32_t num_threads);
 
 /* ---- row optimizers, in place, each row alone ------------------------------------------------------------------ */
 
