@@ -700,6 +700,11 @@ NESTPIPE_API nestpipe_status nestpipe_add_rows(void* target, int64_t target_byte
                                                int64_t dim, int32_t dtype, double limit, int32_t* exceeds,
                                                int32_t num_threads);
 
+/* `exceeds` becomes 1 if an element of one of `count` rows is NaN or its absolute value above `limit`, else stays. */
+NESTPIPE_API nestpipe_status nestpipe_check_rows(const void* rows, int64_t bytes, int64_t stride, int64_t count,
+                                                 int64_t dim, int32_t dtype, double limit, int32_t* exceeds,
+                                                 int32_t num_threads);
+
 /* Row s of `out` = ((0 + row order[o]) + row order[o + 1]) + ... of `values`, o = offsets[s] .. offsets[s + 1] - 1, in
  * the dtype itself. The arrays do not overlap.
  *   order    [num_entries] places; null: 0 .. num_entries - 1

@@ -265,6 +265,22 @@ nestpipe_status nestpipe_add_rows(void* target, int64_t target_bytes, int64_t ta
     });
 }
 
+nestpipe_status nestpipe_check_rows(const void* rows, int64_t bytes, int64_t stride, int64_t count, int64_t dim,
+                                    int32_t dtype, double limit, int32_t* exceeds, int32_t num_threads) {
+    return guarded([&] {
+        need_count(count, "count");
+        need_range(dim, 1, int64_t{1} << 30, "dim");
+        need_threads(num_threads);
+        need(exceeds, "exceeds");
+        const int64_t item = item_bytes(dtype);
+        need_rows(rows, bytes, stride, nullptr, count, dim * item, "rows");
+        need_aligned(rows, stride, item, "rows");
+        if (std::isnan(limit)) refuse("limit is not a number");
+        const auto is_any = dtype == NESTPIPE_FLOAT32 ? any_exceeds<float> : any_exceeds<double>;
+        if (is_any({static_cast<const char*>(rows), nullptr, stride}, count, dim, limit, num_threads)) *exceeds = 1;
+    });
+}
+
 nestpipe_status nestpipe_sum_rows(const void* values, int64_t values_bytes, int64_t value_stride, const int64_t* order,
                                   int64_t num_entries, const int64_t* offsets, int64_t num_segments, int64_t dim,
                                   int32_t dtype, void* out, int64_t out_bytes, int64_t out_stride,

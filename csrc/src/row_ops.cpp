@@ -100,6 +100,19 @@ bool add_rows(const RowsAt<char>& target, const RowsAt<const char>& source, cons
 }
 
 template <typename Real>
+bool any_exceeds(const RowsAt<const char>& rows, int64_t count, int64_t dim, double limit, int32_t num_threads) {
+    std::atomic<bool> any{false};
+    const auto largest = rounded_down<Real>(limit);
+    const int64_t grain = grain_for(count, dim * static_cast<int64_t>(sizeof(Real)), num_threads);
+    parallel_for(count, grain, num_threads, [&](int64_t begin, int64_t end) {
+        bool is_any = false;
+        for (int64_t i = begin; i < end; ++i) is_any |= exceeds(reinterpret_cast<const Real*>(rows[i]), dim, largest);
+        if (is_any) any = true;
+    });
+    return any;
+}
+
+template <typename Real>
 void sum_rows(const RowsAt<const char>& values, const int64_t* offsets, int64_t num_segments, int64_t dim,
               const RowsAt<char>& out, int32_t num_threads) {
     const auto bytes = static_cast<uint64_t>(dim) * sizeof(Real);
@@ -135,6 +148,8 @@ template bool add_rows<float>(const RowsAt<char>&, const RowsAt<const char>&, co
                               double, int32_t);
 template bool add_rows<double>(const RowsAt<char>&, const RowsAt<const char>&, const uint8_t*, int64_t, int64_t, bool,
                                double, int32_t);
+template bool any_exceeds<float>(const RowsAt<const char>&, int64_t, int64_t, double, int32_t);
+template bool any_exceeds<double>(const RowsAt<const char>&, int64_t, int64_t, double, int32_t);
 template void sum_rows<float>(const RowsAt<const char>&, const int64_t*, int64_t, int64_t, const RowsAt<char>&,
                               int32_t);
 template void sum_rows<double>(const RowsAt<const char>&, const int64_t*, int64_t, int64_t, const RowsAt<char>&,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -239,6 +240,28 @@ void test_rows() {
         for (size_t i = 0; i < target.size(); ++i) CHECK(target[i] == 2 * source[i]);
     }
     fine[7] = kRows * kDim - kDim + 1;
+    for (const int32_t num_threads : {1, 3}) {
+        const auto check = [&](double limit) {
+            int32_t exceeds = 0;
+            OK(nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows, kDim, NESTPIPE_FLOAT32, limit, &exceeds,
+                                   num_threads));
+            return exceeds == 1;
+        };
+        CHECK(!check(124.875) && check(124.8));
+        float& last = source.back();
+        for (const float wrong : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+            last = wrong;
+            CHECK(check(124.875) && check(1e300));
+            last = 0;
+        }
+    }
+    int32_t stays = 1;
+    OK(nestpipe_check_rows(nullptr, 0, kBytes, 0, kDim, NESTPIPE_FLOAT32, 1.0, &stays, 1));
+    CHECK(stays == 1);
+    REFUSED(kBad, "exceeds is a null pointer",
+            nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows, kDim, NESTPIPE_FLOAT32, 1.0, nullptr, 1));
+    REFUSED(kBad, "too few",
+            nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows + 1, kDim, NESTPIPE_FLOAT32, 1.0, &stays, 1));
     REFUSED(kBad, "to: place number 7 is 14996",
             nestpipe_copy_rows(source.data(), all_bytes, kBytes, places.data(), target.data(), all_bytes, 4,
                                fine.data(), kRows, kBytes, 1));

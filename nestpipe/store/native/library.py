@@ -206,6 +206,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "copy_runs": (*_KEYS, c_void_p, *_KEYS, c_void_p, *_KEYS),
     "copy_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32),
     "add_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
+    "check_rows": (*_ROWS, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
     "mailbox_bytes": (c_int64, c_int64, POINTER(c_int64)),
     "mailbox_exchange": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, POINTER(c_int32)),
     "sum_rows": (*_ROWS, *_KEYS, *_KEYS, c_int64, c_int32, *_ROWS, c_int32),
