@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -165,9 +165,11 @@ class SharedMemoryTransport:
         own = slice(*sent[self.rank : self.rank + 2]), slice(*arriving[self.rank : self.rank + 2])
         if own[0].start < own[0].stop:
             _bytes(received)[own[1]] = _bytes(message)[own[0]]
-        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
-        parcels[0, :, 0], parcels[0, :, 1] = message.data_ptr() + np.array(sent[:-1]), send_bytes
-        parcels[1, :, 0], parcels[1, :, 1] = received.data_ptr() + np.array(arriving[:-1]), receive_bytes
+        outgoing, incoming = message.data_ptr(), received.data_ptr()
+        parcels = [
+            [(outgoing + start, size, 0) for start, size in zip(sent, send_bytes, strict=False)],
+            [(incoming + start, size, 0) for start, size in zip(arriving, receive_bytes, strict=False)],
+        ]
         return self._begun(parcels, message, received)
 
     def begin_sum(self, values: Tensor) -> "_Sum":
@@ -175,10 +177,11 @@ class SharedMemoryTransport:
 
     def gather(self, source: Tensor, target: Tensor, bounds: list[int]) -> "_Exchange":
         """Begins to send `source` to all ranks. Rank r's arrives in target[bounds[r]:bounds[r + 1]]."""
-        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
-        offsets = np.array(bounds) * target.itemsize
-        parcels[0, :, 0], parcels[0, :, 1] = source.data_ptr(), source.nbytes
-        parcels[1, :, 0], parcels[1, :, 1] = target.data_ptr() + offsets[:-1], np.diff(offsets)
+        first, item = target.data_ptr(), target.itemsize
+        parcels = [
+            [(source.data_ptr(), source.nbytes, 0)] * self.size,
+            [(first + begin * item, (end - begin) * item, 0) for begin, end in pairwise(bounds)],
+        ]
         return self._begun(parcels, source, target)
 
     def scratch(self, num_values: int, dtype: torch.dtype) -> Tensor:
@@ -188,8 +191,8 @@ class SharedMemoryTransport:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(dtype)
 
-    def _begun(self, parcels: NDArray[np.int64], *tensors: Tensor) -> "_Exchange":
-        exchange = _Exchange(self._neighbours, self._mailbox, parcels, tensors)
+    def _begun(self, parcels: list[list[tuple[int, int, int]]], *tensors: Tensor) -> "_Exchange":
+        exchange = _Exchange(self._neighbours, self._mailbox, np.array(parcels, dtype=np.int64), tensors)
         exchange.advance(0.0)
         return exchange
 
@@ -207,6 +210,8 @@ class _Exchange:
         self._neighbours = neighbours
         self._mailbox = mailbox
         self._parcels = parcels
+        first = parcels.ctypes.data
+        self._pointers = first, first + parcels[0].nbytes
         self._tensors = tensors  # keeps alive what the parcels point to
         self._is_done = c_int32(0)
 
@@ -226,8 +231,7 @@ class _Exchange:
 
     def _exchanged(self, seconds: float) -> bool:
         if not self._is_done.value:
-            parcels = (self._parcels[0].ctypes.data, self._parcels[1].ctypes.data)
-            call("mailbox_exchange", *self._mailbox, *parcels, int(seconds * 1e6), byref(self._is_done))
+            call("mailbox_exchange", *self._mailbox, *self._pointers, int(seconds * 1e6), byref(self._is_done))
         return bool(self._is_done.value)
 
 
