@@ -208,10 +208,10 @@ def make_plan(
     """Plans the exchanges of a batch of which nothing is early or late. gradient_bytes: None if gradients have the size
     of rows."""
     gradient_bytes = gradient_bytes or row_bytes
-    sends = plan_sends(route, window, rank, row_bytes)
     if _is_symmetric(route, row_bytes, gradient_bytes):
-        returns = _reversed(sends, route, rank)
+        sends, returns = _plan_symmetric(route, rank, row_bytes)
     else:
+        sends = plan_sends(route, window, rank, row_bytes)
         returns = plan_returns(route, window, rank, gradient_bytes)
     return Plan(window, sends, returns, plan_shares(route, rank))
 
@@ -224,17 +224,34 @@ def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -
     )
 
 
-def _reversed(sends: Sends, route: Route, rank: int) -> Returns:
-    """Returns what plan_returns would for a symmetric exchange."""
-    groups = []
-    for group, owner in zip(sends.groups, route.owner_dedups, strict=True):
-        first, end = (int(owner.entry_counts[:r].sum()) for r in (rank, rank + 1))
-        entries = torch.arange(len(owner.key_index))
-        entries = torch.cat([entries[:first], entries[end:], entries[first:end]])
-        sums = KeySums(None, make_segments(*_entries_by_key(owner)))
-        into = replace(group.rows_out, places=entries)
-        groups.append(GroupReturns(group.group, group.rows_in, into, len(entries), sums, None))
-    return Returns(groups, gradients_in=sends.rows_out, gradients_out=sends.rows_in, has_late=False)
+def _plan_symmetric(route: Route, rank: int, row_bytes: RowBytes) -> tuple[Sends, Returns]:
+    """Returns what plan_sends and plan_returns do for a symmetric exchange. One native call lists what travels."""
+    pairs = list(zip(route.batch.groups, route.owner_dedups, strict=True))
+    listed = [
+        plan_ops.one_part_lists(d.counts, o.key_index, o.entry_counts, d.keys.shape[0], o.keys.shape[0], rank)
+        for d, o in pairs
+    ]
+    widths = [row_bytes(dedup.group) for dedup, _ in pairs]
+    requests = [_one_part(n.rows_in, d.counts_by_owner, rank) for n, (d, _) in zip(listed, pairs, strict=True)]
+    entries = [_one_part(n.rows_out, o.entry_counts, rank) for n, (_, o) in zip(listed, pairs, strict=True)]
+    rows_in, lists_in = lay_out(requests, widths)
+    rows_out, lists_out = lay_out(entries, widths)
+    sends, returns = [], []
+    for (dedup, _), lists, into, out in zip(pairs, listed, lists_in, lists_out, strict=True):
+        num_ranks = len(into.counts[0])  # each asks for a key once
+        sums = KeySums(None, make_segments(lists.order, lists.offsets, longest=num_ranks))
+        arriving = replace(out, places=lists.entries)
+        sends.append(GroupSends(dedup.group, into, out))
+        returns.append(GroupReturns(dedup.group, into, arriving, len(lists.entries), sums, None))
+    return Sends(sends, rows_in, rows_out, num_early=0), Returns(returns, rows_out, rows_in, has_late=False)
+
+
+def _one_part(places: Tensor, counts: NDArray[np.int64], rank: int) -> TravelList:
+    """Returns the list of an only part. counts: [ranks] keys of each rank, this one's at the end of `places`."""
+    others = counts.copy()
+    others[rank] = 0
+    number = places.shape[0]
+    return TravelList(places, [0, number - int(counts[rank]), number], others[None])
 
 
 def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:

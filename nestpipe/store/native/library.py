@@ -202,6 +202,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "split": (*_KEYS, c_void_p, *_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 9),
     "owner_dedup": (*_KEYS, *_COUNTS, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "exchange_lists": (*_KEYS, c_int64, c_int32, *_KEYS, c_int64, *_KEYS, c_void_p, c_void_p),
+    "one_part_lists": (*_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 5),
     "cluster_numbers": (*_COUNTS, c_void_p, c_int64, c_void_p),
     "copy_runs": (*_KEYS, c_void_p, *_KEYS, c_void_p, *_KEYS),
     "copy_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32),
