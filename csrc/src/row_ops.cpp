@@ -10,6 +10,7 @@
 #include "lookahead.hpp"
 #include "parallel.hpp"
 #include "prefetch.hpp"
+#include "wide.hpp"
 
 namespace nestpipe {
 
@@ -78,7 +79,7 @@ bool add_some(const RowsAt<char>& target, const RowsAt<const char>& source, cons
             add(sum, row, dim);
         if (kWithLimit) any |= exceeds(sum, dim, limit);
     };
-    in_two_steps(begin, end, fetch, add_row);
+    in_wide_vectors([&] { in_two_steps(begin, end, fetch, add_row); });
     return any;
 }
 
@@ -136,7 +137,8 @@ void sum_rows(const RowsAt<const char>& values, const int64_t* offsets, int64_t 
             for (next_sum(); o >= offsets[segment]; next_sum()) std::fill_n(sum, dim, Real{0});
             begin_sum(sum, row, dim);
         };
-        in_two_steps(offsets[begin], offsets[end], [&](int64_t o) { prefetch_lines(values[o], bytes); }, add_row);
+        const auto fetch = [&](int64_t o) { prefetch_lines(values[o], bytes); };
+        in_wide_vectors([&] { in_two_steps(offsets[begin], offsets[end], fetch, add_row); });
         while (segment < end) {
             next_sum();
             std::fill_n(sum, dim, Real{0});

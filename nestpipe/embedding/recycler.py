@@ -45,8 +45,9 @@ class Recycler:
         # Private: a forked process must not write into its parent's rows.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         block = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, flags=flags)
-        with suppress(OSError):  # a kernel without huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)
+        if whole_pages := num_bytes // _PAGE_BYTES * _PAGE_BYTES:  # the rest takes no more memory than it needs
+            with suppress(OSError):  # a kernel without huge pages
+                block.madvise(mmap.MADV_HUGEPAGE, 0, whole_pages)
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:
