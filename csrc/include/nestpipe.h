@@ -35,7 +35,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature, a struct or a meaning below does; the loader refuses a library of another version. */
-#define NESTPIPE_ABI_VERSION 14
+#define NESTPIPE_ABI_VERSION 15
 
 /* A bucket is the unit of ownership, export and import: the top 16 bits of a key's hash. */
 #define NESTPIPE_NUM_BUCKETS 65536
@@ -507,17 +507,21 @@ NESTPIPE_API nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t
                                                    const int64_t* offsets, int64_t num_samples, int64_t num_rows,
                                                    int64_t* row_offsets, int64_t* occurrences, int64_t* samples);
 
-/* The weighted sum of each sample's rows, in order of occurrence; zeros for a sample without rows.
- *   rows  [num_rows, dim]
- *   out   [num_samples, dim], a sample every `stride` elements */
-NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrences, const void* rows, void* out,
-                                           int64_t stride, int32_t num_threads);
+/* The weighted sums of each sample's rows, in order of occurrence; zeros for a sample without rows. Features stand side
+ * by side.
+ *   features  [num_features] occurrences of each, all of one dtype and number of samples
+ *   rows      [num_features] rows of each feature, [num_rows, dim]
+ *   out       [num_samples, sum of dims], a sample every `stride` elements */
+NESTPIPE_API nestpipe_status nestpipe_pool(const nestpipe_occurrences* features, int64_t num_features,
+                                           const void* const* rows, void* out, int64_t stride, int32_t num_threads);
 
-/* The weighted sum of each row's gradients, in order of occurrence.
- *   gradient       [num_samples, dim], a sample every `stride` elements
- *   row_gradients  [num_rows, dim], overwritten */
-NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient,
-                                                    int64_t stride, void* row_gradients, int32_t num_threads);
+/* The weighted sums of each row's gradients, in order of occurrence.
+ *   gradient       [num_samples, sum of dims], a sample every `stride` elements
+ *   row_gradients  [num_features] those of each feature, [num_rows, dim], overwritten; null for a feature whose rows
+ *                  have no gradient */
+NESTPIPE_API nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* features, int64_t num_features,
+                                                    const void* gradient, int64_t stride, void* const* row_gradients,
+                                                    int32_t num_threads);
 
 /* ---- row optimizers, in place, each row alone ------------------------------------------------------------------ */
 
@@ -663,6 +667,20 @@ NESTPIPE_API nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_
                                                      int64_t own_rank, int64_t* places, int64_t capacity,
                                                      int64_t* offsets, int64_t* counts);
 
+/* The lists of a batch with one part, of both ways: requests of this rank, and entries, which are the keys that each
+ * rank asks this one for. In all of them other ranks come first, ascending, then own_rank. counts        [num_ranks,
+ * num_tables] requests, which are ordered by (rank, table) key_index     [num_entries] of the entries, which are
+ * ordered by rank: a number below num_keys entry_counts  [num_ranks] entries of each rank rows_in       [num_requests]
+ * place of each request when they are ordered by (table, rank) rows_out      [num_entries] key_index of each entry
+ *   entries       [num_entries] numbers of the entries
+ *   order         [num_entries] numbers of the entries of each key, ascending
+ *   offsets       [num_keys + 1] key k has entries offsets[k] .. offsets[k + 1] - 1 of `order` */
+NESTPIPE_API nestpipe_status nestpipe_one_part_lists(const int32_t* counts, int64_t num_ranks, int64_t num_tables,
+                                                     int64_t num_requests, const int64_t* key_index,
+                                                     const int64_t* entry_counts, int64_t num_entries, int64_t num_keys,
+                                                     int64_t own_rank, int64_t* rows_in, int64_t* rows_out,
+                                                     int64_t* entries, int64_t* order, int64_t* offsets);
+
 /* numbers: [num_positions] bases[table] and on, for the positions of each table, which are ordered by (rank, table) and
  * counted by `counts`. */
 NESTPIPE_API nestpipe_status nestpipe_cluster_numbers(const int32_t* counts, int64_t num_ranks, int64_t num_tables,
@@ -695,6 +713,11 @@ NESTPIPE_API nestpipe_status nestpipe_add_rows(void* target, int64_t target_byte
                                                int64_t source_stride, const uint8_t* is_first, int64_t count,
                                                int64_t dim, int32_t dtype, double limit, int32_t* exceeds,
                                                int32_t num_threads);
+
+/* `exceeds` becomes 1 if an element of one of `count` rows is NaN or its absolute value above `limit`, else stays. */
+NESTPIPE_API nestpipe_status nestpipe_check_rows(const void* rows, int64_t bytes, int64_t stride, int64_t count,
+                                                 int64_t dim, int32_t dtype, double limit, int32_t* exceeds,
+                                                 int32_t num_threads);
 
 /* Row s of `out` = ((0 + row order[o]) + row order[o + 1]) + ... of `values`, o = offsets[s] .. offsets[s + 1] - 1, in
  * the dtype itself. The arrays do not overlap.

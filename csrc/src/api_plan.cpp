@@ -56,6 +56,19 @@ void need_rows(const void* array, int64_t bytes, int64_t stride, const int64_t* 
            std::to_string(last));
 }
 
+void need_rank_counts(const int64_t* rank_counts, int64_t num_ranks, int64_t num_keys) {
+    int64_t left = num_keys;
+    for (int64_t rank = 0; rank < num_ranks; ++rank) {
+        if (rank_counts[rank] < 0 || rank_counts[rank] > left)
+            refuse("rank_counts[" + std::to_string(rank) + "] is " + std::to_string(rank_counts[rank]) +
+                   ": they must not be negative, and their sum must be num_keys, " + std::to_string(num_keys));
+        left -= rank_counts[rank];
+    }
+    if (left != 0)
+        refuse("the sum of rank_counts is " + std::to_string(num_keys - left) + ", must be num_keys, " +
+               std::to_string(num_keys));
+}
+
 int64_t item_bytes(int32_t dtype) {
     if (dtype == NESTPIPE_FLOAT32) return sizeof(float);
     if (dtype == NESTPIPE_FLOAT64) return sizeof(double);
@@ -174,19 +187,35 @@ nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_t num_keys, i
         need(rank_counts, "rank_counts");
         need(offsets, "offsets");
         need(counts, "counts");
-        int64_t left = num_keys;
-        for (int64_t rank = 0; rank < num_ranks; ++rank) {
-            if (rank_counts[rank] < 0 || rank_counts[rank] > left)
-                refuse("rank_counts[" + std::to_string(rank) + "] is " + std::to_string(rank_counts[rank]) +
-                       ": they must not be negative, and their sum must be num_keys, " + std::to_string(num_keys));
-            left -= rank_counts[rank];
-        }
-        if (left != 0)
-            refuse("the sum of rank_counts is " + std::to_string(num_keys - left) + ", must be num_keys, " +
-                   std::to_string(num_keys));
+        need_rank_counts(rank_counts, num_ranks, num_keys);
         exchange_lists(
             {uses, num_keys, num_parts, static_cast<nestpipe_which_parts>(which), rank_counts, num_ranks, own_rank},
             places, capacity, offsets, counts);
+    });
+}
+
+nestpipe_status nestpipe_one_part_lists(const int32_t* counts, int64_t num_ranks, int64_t num_tables,
+                                        int64_t num_requests, const int64_t* key_index, const int64_t* entry_counts,
+                                        int64_t num_entries, int64_t num_keys, int64_t own_rank, int64_t* rows_in,
+                                        int64_t* rows_out, int64_t* entries, int64_t* order, int64_t* offsets) {
+    return guarded([&] {
+        need_few_keys(num_requests, "num_requests");
+        need_few_keys(num_entries, "num_entries");
+        need_few_keys(num_keys, "num_keys");
+        need_matrix(counts, num_ranks, num_tables);
+        need_range(num_ranks, 1, NESTPIPE_NUM_BUCKETS, "num_ranks");
+        need_range(own_rank, 0, num_ranks - 1, "own_rank");
+        need(entry_counts, "entry_counts");
+        need_rank_counts(entry_counts, num_ranks, num_entries);
+        need_array(key_index, num_entries, "key_index");
+        need_array(rows_in, num_requests, "rows_in");
+        need_array(rows_out, num_entries, "rows_out");
+        need_array(entries, num_entries, "entries");
+        need_array(order, num_entries, "order");
+        need(offsets, "offsets");
+        list_one_part(
+            {{counts, num_ranks, num_tables, num_requests}, key_index, entry_counts, num_entries, num_keys, own_rank},
+            {rows_in, rows_out, entries, order, offsets});
     });
 }
 
@@ -262,6 +291,22 @@ nestpipe_status nestpipe_add_rows(void* target, int64_t target_bytes, int64_t ta
         const RowsAt<const char> from{static_cast<const char*>(source), nullptr, source_stride};
         const auto add = dtype == NESTPIPE_FLOAT32 ? add_rows<float> : add_rows<double>;
         if (add(to, from, is_first, count, dim, exceeds != nullptr, limit, num_threads)) *exceeds = 1;
+    });
+}
+
+nestpipe_status nestpipe_check_rows(const void* rows, int64_t bytes, int64_t stride, int64_t count, int64_t dim,
+                                    int32_t dtype, double limit, int32_t* exceeds, int32_t num_threads) {
+    return guarded([&] {
+        need_count(count, "count");
+        need_range(dim, 1, int64_t{1} << 30, "dim");
+        need_threads(num_threads);
+        need(exceeds, "exceeds");
+        const int64_t item = item_bytes(dtype);
+        need_rows(rows, bytes, stride, nullptr, count, dim * item, "rows");
+        need_aligned(rows, stride, item, "rows");
+        if (std::isnan(limit)) refuse("limit is not a number");
+        const auto is_any = dtype == NESTPIPE_FLOAT32 ? any_exceeds<float> : any_exceeds<double>;
+        if (is_any({static_cast<const char*>(rows), nullptr, stride}, count, dim, limit, num_threads)) *exceeds = 1;
     });
 }
 

@@ -22,24 +22,54 @@ void need_offsets(const int64_t* offsets, int64_t num_samples, int64_t num_occur
         refuse(what + ": offsets do not rise from 0 to num_occurrences");
 }
 
-void check_occurrences(const nestpipe_occurrences* occurrences, int64_t stride) {
-    need(occurrences, "occurrences");
-    need_count(occurrences->num_occurrences, "num_occurrences");
-    need_count(occurrences->num_samples, "num_samples");
-    need_count(occurrences->num_rows, "num_rows");
-    need_array(occurrences->index, occurrences->num_occurrences, "index");
-    if (occurrences->dtype != NESTPIPE_FLOAT32 && occurrences->dtype != NESTPIPE_FLOAT64) refuse("pool: unknown dtype");
-    if (occurrences->dim < 1 || stride < occurrences->dim) refuse("pool: needs 1 <= dim <= stride");
-    const auto is_row = [occurrences](int64_t row) { return row >= 0 && row <= occurrences->num_rows; };
-    if (!std::all_of(occurrences->index, occurrences->index + occurrences->num_occurrences, is_row))
+void check_occurrences(const nestpipe_occurrences& occurrences) {
+    need_count(occurrences.num_occurrences, "num_occurrences");
+    need_count(occurrences.num_samples, "num_samples");
+    need_count(occurrences.num_rows, "num_rows");
+    need_array(occurrences.index, occurrences.num_occurrences, "index");
+    const auto is_row = [&](int64_t row) { return row >= 0 && row <= occurrences.num_rows; };
+    if (!std::all_of(occurrences.index, occurrences.index + occurrences.num_occurrences, is_row))
         refuse("pool: index is not 0 .. num_rows");
-    need_offsets(occurrences->offsets, occurrences->num_samples, occurrences->num_occurrences, "pool");
+    need_offsets(occurrences.offsets, occurrences.num_samples, occurrences.num_occurrences, "pool");
+}
+
+void check_features(const nestpipe_occurrences* features, int64_t num_features, const void* array, int64_t stride) {
+    need_count(num_features, "num_features");
+    need_array(features, num_features, "features");
+    int64_t width = 0;
+    for (int64_t f = 0; f < num_features; ++f) {
+        if (features[f].dtype != NESTPIPE_FLOAT32 && features[f].dtype != NESTPIPE_FLOAT64)
+            refuse("pool: unknown dtype");
+        if (features[f].dtype != features[0].dtype || features[f].num_samples != features[0].num_samples)
+            refuse("pool: features differ in their dtype or their number of samples");
+        if (features[f].dim < 1 || features[f].dim > stride - width) refuse("pool: needs 1 <= sum of dims <= stride");
+        width += features[f].dim;
+        check_occurrences(features[f]);
+    }
+    need_array(array, num_features == 0 ? 0 : features[0].num_samples, "out or gradient");
 }
 
 template <typename Real>
 Occurrences<Real> as(const nestpipe_occurrences& occurrences) {
     return {occurrences.index,       occurrences.offsets,  static_cast<const Real*>(occurrences.weights),
             occurrences.num_samples, occurrences.num_rows, occurrences.dim};
+}
+
+template <typename Real>
+void pool_all(const nestpipe_occurrences* features, int64_t num_features, const void* const* rows, void* out,
+              int64_t stride, int32_t num_threads) {
+    auto* columns = static_cast<Real*>(out);
+    for (int64_t f = 0; f < num_features; columns += features[f++].dim)
+        pool(as<Real>(features[f]), static_cast<const Real*>(rows[f]), columns, stride, num_threads);
+}
+
+template <typename Real>
+void pool_all_backward(const nestpipe_occurrences* features, int64_t num_features, const void* gradient, int64_t stride,
+                       void* const* row_gradients, int32_t num_threads) {
+    auto* columns = static_cast<const Real*>(gradient);
+    for (int64_t f = 0; f < num_features; columns += features[f++].dim)
+        if (row_gradients[f] != nullptr)
+            pool_backward(as<Real>(features[f]), columns, stride, static_cast<Real*>(row_gradients[f]), num_threads);
 }
 
 // columns: of row state.
@@ -88,35 +118,32 @@ nestpipe_status nestpipe_group_by_row(const int64_t* index, int64_t num_occurren
     });
 }
 
-nestpipe_status nestpipe_pool(const nestpipe_occurrences* occurrences, const void* rows, void* out, int64_t stride,
-                              int32_t num_threads) {
+nestpipe_status nestpipe_pool(const nestpipe_occurrences* features, int64_t num_features, const void* const* rows,
+                              void* out, int64_t stride, int32_t num_threads) {
     return guarded([&] {
-        check_occurrences(occurrences, stride);
-        need_array(rows, occurrences->num_rows, "rows");
-        need_array(out, occurrences->num_samples, "out");
+        check_features(features, num_features, out, stride);
+        need_array(rows, num_features, "rows");
+        for (int64_t f = 0; f < num_features; ++f) need_array(rows[f], features[f].num_rows, "rows of a feature");
         need_threads(num_threads);
-        if (occurrences->dtype == NESTPIPE_FLOAT32)
-            pool(as<float>(*occurrences), static_cast<const float*>(rows), static_cast<float*>(out), stride,
-                 num_threads);
+        if (num_features == 0) return;
+        if (features[0].dtype == NESTPIPE_FLOAT32)
+            pool_all<float>(features, num_features, rows, out, stride, num_threads);
         else
-            pool(as<double>(*occurrences), static_cast<const double*>(rows), static_cast<double*>(out), stride,
-                 num_threads);
+            pool_all<double>(features, num_features, rows, out, stride, num_threads);
     });
 }
 
-nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* occurrences, const void* gradient, int64_t stride,
-                                       void* row_gradients, int32_t num_threads) {
+nestpipe_status nestpipe_pool_backward(const nestpipe_occurrences* features, int64_t num_features, const void* gradient,
+                                       int64_t stride, void* const* row_gradients, int32_t num_threads) {
     return guarded([&] {
-        check_occurrences(occurrences, stride);
-        need_array(gradient, occurrences->num_samples, "gradient");
-        need_array(row_gradients, occurrences->num_rows, "row_gradients");
+        check_features(features, num_features, gradient, stride);
+        need_array(row_gradients, num_features, "row_gradients");
         need_threads(num_threads);
-        if (occurrences->dtype == NESTPIPE_FLOAT32)
-            pool_backward(as<float>(*occurrences), static_cast<const float*>(gradient), stride,
-                          static_cast<float*>(row_gradients), num_threads);
+        if (num_features == 0) return;
+        if (features[0].dtype == NESTPIPE_FLOAT32)
+            pool_all_backward<float>(features, num_features, gradient, stride, row_gradients, num_threads);
         else
-            pool_backward(as<double>(*occurrences), static_cast<const double*>(gradient), stride,
-                          static_cast<double*>(row_gradients), num_threads);
+            pool_all_backward<double>(features, num_features, gradient, stride, row_gradients, num_threads);
     });
 }
 

@@ -1,11 +1,14 @@
 // Lists of the keys that travel with each part.
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "error.hpp"
+#include "group.hpp"
 #include "lookahead.hpp"
 #include "plan.hpp"
+#include "runs.hpp"
 
 namespace nestpipe {
 
@@ -99,7 +102,49 @@ void need_no_bits_beyond(const ExchangeInput& input) {
         refuse("uses has bits of parts beyond the last, " + std::to_string(input.num_parts - 1));
 }
 
+// Where a list has a key: those of other ranks come first. Keys begin .. end - 1 are this rank's own.
+class OwnLast {
+ public:
+    OwnLast(int64_t begin, int64_t end, int64_t count) : begin_(begin), end_(end), shift_(count - end) {}
+    int64_t operator()(int64_t key) const {
+        if (key < begin_) return key;
+        return key < end_ ? key + shift_ : key - (end_ - begin_);
+    }
+
+ private:
+    int64_t begin_, end_, shift_;
+};
+
+template <typename Count>
+OwnLast own_last(const Count* counts, int64_t per_rank, int64_t own_rank, int64_t count) {
+    const Count* own = counts + own_rank * per_rank;
+    const int64_t begin = std::accumulate(counts, own, int64_t{0});
+    return {begin, std::accumulate(own, own + per_rank, begin), count};
+}
+
 }  // namespace
+
+void list_one_part(const OnePart& input, const OnePartLists& lists) {
+    const KeyCounts& requests = input.requests;
+    const Runs runs = find_runs(requests);
+    std::vector<int64_t> next = table_starts(runs, requests.num_tables);
+    const OwnLast place_in = own_last(requests.counts, requests.num_tables, input.own_rank, requests.num_keys);
+    int64_t position = 0;
+    for (const Run& run : runs) {
+        int64_t& row = next[static_cast<size_t>(run.table)];
+        for_each_key(run, [&] { lists.rows_in[place_in(position++)] = row++; });
+    }
+    if (!group_by_row(input.key_index, input.num_entries, nullptr, input.num_entries, input.num_keys, lists.offsets,
+                      nullptr, lists.order) ||
+        lists.offsets[input.num_keys] != input.num_entries)
+        refuse("key_index has values outside of 0 .. " + std::to_string(input.num_keys - 1));
+    const OwnLast place_out = own_last(input.entry_counts, 1, input.own_rank, input.num_entries);
+    for (int64_t entry = 0; entry < input.num_entries; ++entry) {
+        const int64_t place = place_out(entry);
+        lists.rows_out[place] = input.key_index[entry];
+        lists.entries[place] = entry;
+    }
+}
 
 void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts) {
     need_no_bits_beyond(input);

@@ -78,6 +78,19 @@ struct ExchangeInput {
 // Arguments as in nestpipe_exchange_lists.
 void exchange_lists(const ExchangeInput& input, int64_t* places, int64_t capacity, int64_t* offsets, int64_t* counts);
 
+// The input of nestpipe_one_part_lists. Everything is checked but the sum of the counts, and key_index.
+struct OnePart {
+    KeyCounts requests;
+    const int64_t *key_index, *entry_counts;
+    int64_t num_entries, num_keys, own_rank;
+};
+
+struct OnePartLists {
+    int64_t *rows_in, *rows_out, *entries, *order, *offsets;
+};
+
+void list_one_part(const OnePart& input, const OnePartLists& lists);
+
 // Arguments as in nestpipe_cluster_numbers.
 void cluster_numbers(const KeyCounts& key_counts, const int64_t* bases, int64_t* numbers);
 

@@ -1,11 +1,13 @@
 #include "pool.hpp"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "copy.hpp"
 #include "lookahead.hpp"
 #include "parallel.hpp"
 #include "prefetch.hpp"
+#include "wide.hpp"
 
 namespace nestpipe {
 
@@ -13,6 +15,7 @@ namespace {
 
 constexpr int64_t kGrain = 1024;      // samples a thread takes at a time
 constexpr int64_t kColumnGrain = 16;  // a cache line of floats: threads do not write to each other's
+constexpr int64_t kSummed = 32;       // columns that are summed at a time
 
 template <typename Real>
 NESTPIPE_INLINE void add(Real* __restrict to, const Real* __restrict from, int64_t count) {
@@ -39,6 +42,31 @@ bool is_copy(const Occurrences<Real>& occurrences, int64_t sample) {
            occurrences.index[first] != occurrences.num_rows;
 }
 
+// The sum of a sample's rows in `count` columns. With a count that the compiler knows, sums stay in registers.
+template <int64_t kCount, typename Real>
+NESTPIPE_INLINE void sum_columns(const Occurrences<Real>& occurrences, int64_t sample, const Real* rows, Real* out) {
+    Real sums[kCount] = {};
+    for_rows(occurrences, sample, [&](int64_t row, int64_t i) {
+        if (occurrences.weights == nullptr)
+            add(sums, rows + row * occurrences.dim, kCount);
+        else
+            add_times(sums, rows + row * occurrences.dim, occurrences.weights[i], kCount);
+    });
+    std::copy_n(sums, kCount, out);
+}
+
+template <typename Real>
+NESTPIPE_INLINE void sum_rows_of(const Occurrences<Real>& occurrences, int64_t sample, const Real* rows, Real* out) {
+    int64_t column = 0;
+    const auto sum_up_to = [&](auto count) {
+        for (; column + count <= occurrences.dim; column += count)
+            sum_columns<count>(occurrences, sample, rows + column, out + column);
+    };
+    sum_up_to(std::integral_constant<int64_t, kSummed>{});
+    sum_up_to(std::integral_constant<int64_t, 8>{});
+    sum_up_to(std::integral_constant<int64_t, 1>{});
+}
+
 }  // namespace
 
 template <typename Real>
@@ -46,22 +74,22 @@ void pool(const Occurrences<Real>& occurrences, const Real* rows, Real* out, int
     const auto bytes = static_cast<uint64_t>(occurrences.dim) * sizeof(Real);
     // Other features fill the gaps of a large output. Reading each of its lines before writing it would cost most.
     const Copy copy = copy_for(static_cast<uint64_t>(occurrences.num_samples * stride) * sizeof(Real));
-    parallel_for(occurrences.num_samples, kGrain, num_threads, [&](int64_t begin, int64_t end) {
-        for (int64_t sample = begin; sample < end; ++sample) {
-            Real* sum = out + sample * stride;
-            if (is_copy(occurrences, sample)) {
-                const Real* row = rows + occurrences.index[occurrences.first(sample)] * occurrences.dim;
-                copy(reinterpret_cast<char*>(sum), reinterpret_cast<const char*>(row), bytes);
-                continue;
-            }
-            std::fill_n(sum, occurrences.dim, Real{0});
-            for_rows(occurrences, sample, [&](int64_t row, int64_t i) {
-                if (occurrences.weights == nullptr)
-                    add(sum, rows + row * occurrences.dim, occurrences.dim);
-                else
-                    add_times(sum, rows + row * occurrences.dim, occurrences.weights[i], occurrences.dim);
-            });
+    const auto fetch = [&](int64_t sample) {
+        for_rows(occurrences, sample, [&](int64_t row, int64_t) {
+            prefetch_lines(reinterpret_cast<const char*>(rows + row * occurrences.dim), bytes);
+        });
+    };
+    const auto pool_sample = [&](int64_t sample) {
+        Real* sum = out + sample * stride;
+        if (!is_copy(occurrences, sample)) {
+            sum_rows_of(occurrences, sample, rows, sum);
+            return;
         }
+        const Real* row = rows + occurrences.index[occurrences.first(sample)] * occurrences.dim;
+        copy(reinterpret_cast<char*>(sum), reinterpret_cast<const char*>(row), bytes);
+    };
+    parallel_for(occurrences.num_samples, kGrain, num_threads, [&](int64_t begin, int64_t end) {
+        in_wide_vectors([&] { in_two_steps(begin, end, fetch, pool_sample); });
         finish_streaming();
     });
 }
@@ -90,7 +118,7 @@ void pool_backward(const Occurrences<Real>& occurrences, const Real* gradient, i
                     add_times(to, from, occurrences.weights[i], width);
             });
         };
-        in_two_steps(0, occurrences.num_samples, fetch, add_sample);
+        in_wide_vectors([&] { in_two_steps(0, occurrences.num_samples, fetch, add_sample); });
     });
 }
 

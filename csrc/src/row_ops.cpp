@@ -10,6 +10,7 @@
 #include "lookahead.hpp"
 #include "parallel.hpp"
 #include "prefetch.hpp"
+#include "wide.hpp"
 
 namespace nestpipe {
 
@@ -78,7 +79,7 @@ bool add_some(const RowsAt<char>& target, const RowsAt<const char>& source, cons
             add(sum, row, dim);
         if (kWithLimit) any |= exceeds(sum, dim, limit);
     };
-    in_two_steps(begin, end, fetch, add_row);
+    in_wide_vectors([&] { in_two_steps(begin, end, fetch, add_row); });
     return any;
 }
 
@@ -95,6 +96,19 @@ bool add_rows(const RowsAt<char>& target, const RowsAt<const char>& source, cons
             add_some<false>(target, source, is_first, begin, end, dim, largest);
         else if (add_some<true>(target, source, is_first, begin, end, dim, largest))
             any = true;
+    });
+    return any;
+}
+
+template <typename Real>
+bool any_exceeds(const RowsAt<const char>& rows, int64_t count, int64_t dim, double limit, int32_t num_threads) {
+    std::atomic<bool> any{false};
+    const auto largest = rounded_down<Real>(limit);
+    const int64_t grain = grain_for(count, dim * static_cast<int64_t>(sizeof(Real)), num_threads);
+    parallel_for(count, grain, num_threads, [&](int64_t begin, int64_t end) {
+        bool is_any = false;
+        for (int64_t i = begin; i < end; ++i) is_any |= exceeds(reinterpret_cast<const Real*>(rows[i]), dim, largest);
+        if (is_any) any = true;
     });
     return any;
 }
@@ -123,7 +137,8 @@ void sum_rows(const RowsAt<const char>& values, const int64_t* offsets, int64_t 
             for (next_sum(); o >= offsets[segment]; next_sum()) std::fill_n(sum, dim, Real{0});
             begin_sum(sum, row, dim);
         };
-        in_two_steps(offsets[begin], offsets[end], [&](int64_t o) { prefetch_lines(values[o], bytes); }, add_row);
+        const auto fetch = [&](int64_t o) { prefetch_lines(values[o], bytes); };
+        in_wide_vectors([&] { in_two_steps(offsets[begin], offsets[end], fetch, add_row); });
         while (segment < end) {
             next_sum();
             std::fill_n(sum, dim, Real{0});
@@ -135,6 +150,8 @@ template bool add_rows<float>(const RowsAt<char>&, const RowsAt<const char>&, co
                               double, int32_t);
 template bool add_rows<double>(const RowsAt<char>&, const RowsAt<const char>&, const uint8_t*, int64_t, int64_t, bool,
                                double, int32_t);
+template bool any_exceeds<float>(const RowsAt<const char>&, int64_t, int64_t, double, int32_t);
+template bool any_exceeds<double>(const RowsAt<const char>&, int64_t, int64_t, double, int32_t);
 template void sum_rows<float>(const RowsAt<const char>&, const int64_t*, int64_t, int64_t, const RowsAt<char>&,
                               int32_t);
 template void sum_rows<double>(const RowsAt<const char>&, const int64_t*, int64_t, int64_t, const RowsAt<char>&,

@@ -24,6 +24,10 @@ template <typename Real>
 bool add_rows(const RowsAt<char>& target, const RowsAt<const char>& source, const uint8_t* is_first, int64_t count,
               int64_t dim, bool with_limit, double limit, int32_t num_threads);
 
+// Returns whether an element of the rows is NaN or its absolute value above the limit.
+template <typename Real>
+bool any_exceeds(const RowsAt<const char>& rows, int64_t count, int64_t dim, double limit, int32_t num_threads);
+
 // out[s] = ((0 + values[o]) + values[o + 1]) + ..., o = offsets[s] .. offsets[s + 1] - 1
 template <typename Real>
 void sum_rows(const RowsAt<const char>& values, const int64_t* offsets, int64_t num_segments, int64_t dim,

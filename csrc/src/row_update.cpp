@@ -6,6 +6,7 @@
 #include "lookahead.hpp"
 #include "parallel.hpp"
 #include "prefetch.hpp"
+#include "wide.hpp"
 
 namespace nestpipe {
 
@@ -22,6 +23,11 @@ template <typename Real, UpdateRow<Real> update>
 void on_bytes(const RowOptimizer& optimizer, char* row, char* state, const char* gradient, int64_t dim) {
     update(optimizer.constants<Real>(), reinterpret_cast<Real*>(row), reinterpret_cast<Real*>(state),
            reinterpret_cast<const Real*>(gradient), dim);
+}
+
+template <typename Real, UpdateRow<Real> update>
+void on_wide_bytes(const RowOptimizer& optimizer, char* row, char* state, const char* gradient, int64_t dim) {
+    in_wide_vectors([&] { on_bytes<Real, update>(optimizer, row, state, gradient, dim); });
 }
 
 // sqrt(sum) + eps, or infinity instead of zero, so that what is divided by it becomes zero. With eps > 0 it cannot be
@@ -107,11 +113,12 @@ template <typename Real>
 auto update_for(int32_t kind, bool has_eps) {
     switch (kind) {
         case NESTPIPE_ADAGRAD:
-            return has_eps ? on_bytes<Real, adagrad<Real, true>> : on_bytes<Real, adagrad<Real, false>>;
+            return has_eps ? on_wide_bytes<Real, adagrad<Real, true>> : on_wide_bytes<Real, adagrad<Real, false>>;
         case NESTPIPE_ROWWISE_ADAGRAD:
-            return has_eps ? on_bytes<Real, rowwise_adagrad<Real, true>> : on_bytes<Real, rowwise_adagrad<Real, false>>;
+            return has_eps ? on_wide_bytes<Real, rowwise_adagrad<Real, true>>
+                           : on_wide_bytes<Real, rowwise_adagrad<Real, false>>;
         case NESTPIPE_ADAM:
-            return has_eps ? on_bytes<Real, adam<Real, true>> : on_bytes<Real, adam<Real, false>>;
+            return has_eps ? on_wide_bytes<Real, adam<Real, true>> : on_wide_bytes<Real, adam<Real, false>>;
         default:
             return sgd_for_this_processor<Real>();
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -211,6 +212,37 @@ void test_dedup_refusals() {
     CHECK(num_distinct == 0);
 }
 
+// Rank 1 of 3 asks for keys of two tables, and is asked for two keys by all ranks.
+void test_one_part() {
+    const int32_t counts[] = {1, 2, 2, 0, 1, 1};
+    int64_t entry_counts[] = {2, 1, 2};
+    Integers key_index{0, 1, 1, 0, 1}, rows_in(7), rows_out(5), entries(5), order(5), offsets(3);
+    const auto list = [&](int64_t num_requests, int64_t own_rank) {
+        return nestpipe_one_part_lists(counts, 3, 2, num_requests, key_index.data(), entry_counts, 5, 2, own_rank,
+                                       rows_in.data(), rows_out.data(), entries.data(), order.data(), offsets.data());
+    };
+    OK(list(7, 1));
+    CHECK((rows_in == Integers{0, 4, 5, 3, 6, 1, 2}));  // rank 0: tables 0, 1, 1; rank 2: 0, 1; then the own two
+    CHECK((rows_out == Integers{0, 1, 0, 1, 1}) && (entries == Integers{0, 1, 3, 4, 2}));
+    CHECK((order == Integers{0, 3, 1, 2, 4}) && (offsets == Integers{0, 2, 5}));
+    REFUSED(kBad, "own_rank is 3", list(7, 3));
+    REFUSED(kBad, "the sum of counts is 7", list(8, 1));
+    for (const int64_t wrong : {int64_t{-1}, int64_t{2}, INT64_MAX}) {
+        key_index[3] = wrong;
+        REFUSED(kBad, "key_index has values outside of 0 .. 1", list(7, 1));
+    }
+    key_index[3] = 0;
+    entry_counts[2] = 1;
+    REFUSED(kBad, "the sum of rank_counts is 4", list(7, 1));
+    entry_counts[2] = -1;
+    REFUSED(kBad, "rank_counts[2] is -1", list(7, 1));
+    const int32_t none[] = {0, 0, 0};
+    const int64_t no_entries[] = {0, 0, 0};
+    OK(nestpipe_one_part_lists(none, 3, 1, 0, nullptr, no_entries, 0, 0, 0, nullptr, nullptr, nullptr, nullptr,
+                               offsets.data()));
+    CHECK(offsets[0] == 0);
+}
+
 void test_rows() {
     constexpr int64_t kRows = 3000, kDim = 5, kBytes = kDim * 4;
     std::vector<float> source(kRows * kDim), target(kRows * kDim, -1.0f), sums(kRows * kDim, -1.0f);
@@ -239,6 +271,28 @@ void test_rows() {
         for (size_t i = 0; i < target.size(); ++i) CHECK(target[i] == 2 * source[i]);
     }
     fine[7] = kRows * kDim - kDim + 1;
+    for (const int32_t num_threads : {1, 3}) {
+        const auto check = [&](double limit) {
+            int32_t exceeds = 0;
+            OK(nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows, kDim, NESTPIPE_FLOAT32, limit, &exceeds,
+                                   num_threads));
+            return exceeds == 1;
+        };
+        CHECK(!check(124.875) && check(124.8));
+        float& last = source.back();
+        for (const float wrong : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+            last = wrong;
+            CHECK(check(124.875) && check(1e300));
+            last = 0;
+        }
+    }
+    int32_t stays = 1;
+    OK(nestpipe_check_rows(nullptr, 0, kBytes, 0, kDim, NESTPIPE_FLOAT32, 1.0, &stays, 1));
+    CHECK(stays == 1);
+    REFUSED(kBad, "exceeds is a null pointer",
+            nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows, kDim, NESTPIPE_FLOAT32, 1.0, nullptr, 1));
+    REFUSED(kBad, "too few",
+            nestpipe_check_rows(source.data(), all_bytes, kBytes, kRows + 1, kDim, NESTPIPE_FLOAT32, 1.0, &stays, 1));
     REFUSED(kBad, "to: place number 7 is 14996",
             nestpipe_copy_rows(source.data(), all_bytes, kBytes, places.data(), target.data(), all_bytes, 4,
                                fine.data(), kRows, kBytes, 1));
@@ -272,6 +326,7 @@ int main() {
     test_batches();
     test_threads();
     test_dedup_refusals();
+    test_one_part();
     test_rows();
     test_runs();
 }

@@ -104,45 +104,75 @@ void test_group_by_row_refusals() {
             nestpipe_group_by_row(nullptr, 3, offsets, 2, 2, row_offsets, nullptr, samples));
 }
 
-// All numbers are short in binary, so every order of summation gives the same bits.
-void test_pool() {
-    constexpr int64_t kSamples = 3000, kRows = 50, kDim = 19, kStride = 23;
-    const Batch batch = random_batch(kSamples, kRows, kDim);
-    const auto occurrences = batch.occurrences();
-    const auto rows = random_numbers(kRows * kDim), gradient = random_numbers(kSamples * kStride);
-    std::vector<double> pooled(kSamples * kStride, 7.0), row_gradients(kRows * kDim, 0.0);
-    for (size_t s = 0; s < kSamples; ++s)
-        for (size_t c = 0; c < kDim; ++c) {
-            double& sum = pooled[s * kStride + c];
+// Adds the sums of a feature to columns `first` and following of `pooled`, and those of its rows to `row_gradients`.
+void add_plainly(const Batch& batch, size_t num_rows, size_t dim, const std::vector<double>& rows,
+                 const std::vector<double>& gradient, size_t stride, size_t first, std::vector<double>& pooled,
+                 std::vector<double>& row_gradients) {
+    for (size_t s = 0; s + 1 < batch.offsets.size(); ++s)
+        for (size_t c = 0; c < dim; ++c) {
+            double& sum = pooled[s * stride + first + c];
             sum = 0;
             for (auto i = static_cast<size_t>(batch.offsets[s]); i < static_cast<size_t>(batch.offsets[s + 1]); ++i) {
-                if (batch.index[i] == kRows) continue;
-                const size_t at = static_cast<size_t>(batch.index[i]) * kDim + c;
+                if (static_cast<size_t>(batch.index[i]) == num_rows) continue;
+                const size_t at = static_cast<size_t>(batch.index[i]) * dim + c;
                 sum += batch.weights[i] * rows[at];
-                row_gradients[at] += batch.weights[i] * gradient[s * kStride + c];
+                row_gradients[at] += batch.weights[i] * gradient[s * stride + first + c];
             }
         }
-    for (int32_t num_threads : {1, 2, 5}) {
-        std::vector<double> out(pooled.size(), 7.0), out_gradients(row_gradients.size(), 7.0);
-        OK(nestpipe_pool(&occurrences, rows.data(), out.data(), kStride, num_threads));
-        OK(nestpipe_pool_backward(&occurrences, gradient.data(), kStride, out_gradients.data(), num_threads));
-        CHECK(out == pooled && out_gradients == row_gradients);
+}
+
+// Two features side by side. All numbers are short in binary, so every order of summation gives the same bits.
+void test_pool() {
+    constexpr int64_t kSamples = 3000, kStride = 30, kRows[] = {50, 7}, kDims[] = {19, 5};
+    const Batch batches[] = {random_batch(kSamples, kRows[0], kDims[0]), random_batch(kSamples, kRows[1], kDims[1])};
+    const nestpipe_occurrences features[] = {batches[0].occurrences(), batches[1].occurrences()};
+    const std::vector<double> rows[] = {random_numbers(kRows[0] * kDims[0]), random_numbers(kRows[1] * kDims[1])};
+    const auto gradient = random_numbers(kSamples * kStride);
+    std::vector<double> pooled(kSamples * kStride, 7.0), row_gradients[2];
+    for (size_t f = 0, first = 0; f < 2; first += static_cast<size_t>(kDims[f++])) {
+        row_gradients[f].assign(rows[f].size(), 0.0);
+        add_plainly(batches[f], static_cast<size_t>(kRows[f]), static_cast<size_t>(kDims[f]), rows[f], gradient,
+                    kStride, first, pooled, row_gradients[f]);
     }
+    const void* from[] = {rows[0].data(), rows[1].data()};
+    for (int32_t num_threads : {1, 2, 5}) {
+        std::vector<double> out(pooled.size(), 7.0), first(row_gradients[0].size(), 7.0),
+            second(row_gradients[1].size(), 7.0);
+        OK(nestpipe_pool(features, 2, from, out.data(), kStride, num_threads));
+        void* both[] = {first.data(), second.data()};
+        OK(nestpipe_pool_backward(features, 2, gradient.data(), kStride, both, num_threads));
+        CHECK(out == pooled && first == row_gradients[0] && second == row_gradients[1]);
+        std::fill(second.begin(), second.end(), 7.0);
+        void* only_second[] = {nullptr, second.data()};
+        OK(nestpipe_pool_backward(features, 2, gradient.data(), kStride, only_second, num_threads));
+        CHECK(second == row_gradients[1]);
+    }
+    OK(nestpipe_pool(nullptr, 0, nullptr, nullptr, 0, 1));
 }
 
 void test_pool_refusals() {
+    constexpr auto bad = NESTPIPE_INVALID_ARGUMENT;
     Batch batch = random_batch(10, 5, 3);
-    std::vector<double> rows(15), out(30);
-    auto occurrences = batch.occurrences();
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "stride", nestpipe_pool(&occurrences, rows.data(), out.data(), 2, 1));
+    std::vector<double> rows(15), out(60);
+    const void* from[] = {rows.data(), rows.data()};
+    void* to[] = {rows.data()};
+    nestpipe_occurrences features[] = {batch.occurrences(), batch.occurrences()};
+    REFUSED(bad, "stride", nestpipe_pool(features, 1, from, out.data(), 2, 1));
+    REFUSED(bad, "stride", nestpipe_pool(features, 2, from, out.data(), 5, 1));
+    REFUSED(bad, "features is a null pointer", nestpipe_pool(nullptr, 1, from, out.data(), 3, 1));
+    REFUSED(bad, "rows is a null pointer", nestpipe_pool(features, 1, nullptr, out.data(), 3, 1));
+    const void* nowhere[] = {nullptr};
+    REFUSED(bad, "rows of a feature is a null pointer", nestpipe_pool(features, 1, nowhere, out.data(), 3, 1));
+    features[1].dtype = NESTPIPE_FLOAT32;
+    REFUSED(bad, "differ", nestpipe_pool(features, 2, from, out.data(), 6, 1));
     batch.offsets[3] = 1000;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "offsets", nestpipe_pool(&occurrences, rows.data(), out.data(), 3, 1));
-    occurrences.offsets = nullptr;
-    occurrences.num_samples = occurrences.num_occurrences + 1;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "one occurrence", nestpipe_pool(&occurrences, rows.data(), out.data(), 3, 1));
-    occurrences.num_samples = occurrences.num_occurrences;
+    REFUSED(bad, "offsets", nestpipe_pool(features, 1, from, out.data(), 3, 1));
+    features[0].offsets = nullptr;
+    features[0].num_samples = features[0].num_occurrences + 1;
+    REFUSED(bad, "one occurrence", nestpipe_pool(features, 1, from, out.data(), 3, 1));
+    features[0].num_samples = features[0].num_occurrences;
     batch.index[0] = 6;
-    REFUSED(NESTPIPE_INVALID_ARGUMENT, "index", nestpipe_pool_backward(&occurrences, out.data(), 3, rows.data(), 1));
+    REFUSED(bad, "index", nestpipe_pool_backward(features, 1, out.data(), 3, to, 1));
 }
 
 nestpipe_row_update update_of(std::vector<double>& records, const std::vector<double>& gradient, int64_t dim,

@@ -26,7 +26,7 @@ def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=device)
     if is_accelerator(device):
         return (torch.stack(torch._foreach_norm(non_empty, math.inf)) < math.inf).all()
-    return torch.stack([bound.double() for tensor in non_empty for bound in tensor.aminmax()]).isfinite().all()
+    return torch.tensor(all(math.isfinite(bound) for tensor in non_empty for bound in tensor.aminmax()))
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

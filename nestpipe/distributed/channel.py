@@ -195,6 +195,8 @@ class Channel:
 
         if isinstance(threading.current_thread(), LaneThread):
             complete()
+        elif not self._host_transport.blocks and transfer.advance(0.0):
+            self.watch.check()
         elif self._host_transport.blocks:
             self.watch.wait(self._lane.submit(complete), self.name)
         else:

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -167,21 +167,23 @@ class SharedMemoryTransport:
         own = slice(*sent[self.rank : self.rank + 2]), slice(*arriving[self.rank : self.rank + 2])
         if own[0].start < own[0].stop:
             _bytes(received)[own[1]] = _bytes(message)[own[0]]
-        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
-        parcels[0, :, 0], parcels[0, :, 1] = message.data_ptr() + np.array(sent[:-1]), send_bytes
-        parcels[1, :, 0], parcels[1, :, 1] = received.data_ptr() + np.array(arriving[:-1]), receive_bytes
+        outgoing, incoming = message.data_ptr(), received.data_ptr()
+        parcels = [
+            [(outgoing + start, size, 0) for start, size in zip(sent, send_bytes, strict=False)],
+            [(incoming + start, size, 0) for start, size in zip(arriving, receive_bytes, strict=False)],
+        ]
         return self._begun(parcels, message, received)
 
     def begin_sum(self, values: Tensor) -> "_Sum":
         return _Sum(self, values)
 
     def gather(self, source: Tensor, target: Tensor, bounds: list[int]) -> "_Exchange":
-        """Begins to send `source` to all ranks. Rank r's arrives in target[bounds[r]:bounds[r + 1]]."""
-        parcels = np.zeros((2, self.size, 3), dtype=np.int64)
-        offsets = np.array(bounds) * target.itemsize
-        parcels[0, :, 0], parcels[0, :, 1] = source.data_ptr(), source.nbytes
-        parcels[1, :, 0], parcels[1, :, 1] = target.data_ptr() + offsets[:-1], np.diff(offsets)
-        return self._begun(parcels, source, target)
+        """Begins to send `source` to all other ranks. Rank r's arrives in target[bounds[r]:bounds[r + 1]]."""
+        return self._begun([[_parcel(source)] * self.size, _parcels(target, bounds)], source, target)
+
+    def spread(self, source: Tensor, bounds: list[int], parts: Tensor) -> "_Exchange":
+        """Begins to send source[bounds[r]:bounds[r + 1]] to each other rank r. Rank r's arrives in parts[r]."""
+        return self._begun([_parcels(source, bounds), [_parcel(part) for part in parts]], source, parts)
 
     def scratch(self, num_values: int, dtype: torch.dtype) -> Tensor:
         """Returns memory that the next sum uses again: new memory costs page faults."""
@@ -190,8 +192,8 @@ class SharedMemoryTransport:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(dtype)
 
-    def _begun(self, parcels: NDArray[np.int64], *tensors: Tensor) -> "_Exchange":
-        exchange = _Exchange(self._neighbours, self._mailbox, parcels, tensors)
+    def _begun(self, parcels: list[list[tuple[int, int, int]]], *tensors: Tensor) -> "_Exchange":
+        exchange = _Exchange(self._neighbours, self._mailbox, np.array(parcels, dtype=np.int64), tensors)
         exchange.advance(0.0)
         return exchange
 
@@ -209,6 +211,8 @@ class _Exchange:
         self._neighbours = neighbours
         self._mailbox = mailbox
         self._parcels = parcels
+        first = parcels.ctypes.data
+        self._pointers = first, first + parcels[0].nbytes
         self._tensors = tensors  # keeps alive what the parcels point to
         self._is_done = c_int32(0)
 
@@ -232,8 +236,7 @@ class _Exchange:
 
     def _exchanged(self, seconds: float) -> bool:
         if not self._is_done.value:
-            parcels = (self._parcels[0].ctypes.data, self._parcels[1].ctypes.data)
-            call("mailbox_exchange", *self._mailbox, *parcels, int(seconds * 1e6), byref(self._is_done))
+            call("mailbox_exchange", *self._mailbox, *self._pointers, int(seconds * 1e6), byref(self._is_done))
         return bool(self._is_done.value)
 
 
@@ -251,31 +254,46 @@ class _Sum:
         self._own = slice(0, number) if self._is_small else slice(*self._bounds[transport.rank : transport.rank + 2])
         num_own = self._own.stop - self._own.start
         self._parts = transport.scratch(size * num_own, values.dtype).view(size, num_own)
-        self._parts[transport.rank] = self._values[self._own]
-        self._exchange = self._begin_parts(num_own)
-        self._is_added = False
-
-    def _begin_parts(self, num_own: int) -> _Exchange:
-        transport, item = self._transport, self._values.itemsize
-        arriving = [num_own * item] * transport.size
+        """Own part of each other rank's values."""
         if self._is_small:
-            return transport.gather(self._values, self._parts, [num_own * r for r in range(transport.size + 1)])
-        sizes = [(end - begin) * item for begin, end in zip(self._bounds, self._bounds[1:], strict=False)]
-        return transport.begin_all_to_all(_bytes(self._values), sizes, _bytes(self._parts), arriving)
+            everyone = [num_own * r for r in range(size + 1)]
+            self._exchange = transport.gather(self._values, self._parts, everyone)
+        else:
+            self._exchange = transport.spread(self._values, self._bounds, self._parts)
+        self._is_added = False
 
     def advance(self, seconds: float) -> bool:
         if not self._exchange.advance(seconds):
             return False
         if not self._is_added:
             self._is_added = True
-            total = self._values[self._own]
-            total.copy_(self._parts[0])
-            for part in self._parts[1:]:
-                total += part
+            total = self._add_up()
             if not self._is_small:
                 self._exchange = self._transport.gather(total, self._values, self._bounds)
                 return self._exchange.advance(seconds)
         return True
+
+    def _add_up(self) -> Tensor:
+        """Adds the own part of all ranks' values, in order of rank, in the place of this rank's."""
+        own, rank, parts = self._values[self._own], self._transport.rank, list(self._parts)
+        if rank > 0:
+            before = parts[0]
+            for part in parts[1:rank]:
+                before += part
+            torch.add(before, own, out=own)
+        for part in parts[rank + 1 :]:
+            own += part
+        return own
+
+
+def _parcel(data: Tensor) -> tuple[int, int, int]:
+    return data.data_ptr(), data.nbytes, 0
+
+
+def _parcels(data: Tensor, bounds: list[int]) -> list[tuple[int, int, int]]:
+    """Returns a parcel for each part of the data. bounds: elements."""
+    first, item = data.data_ptr(), data.itemsize
+    return [(first + begin * item, (end - begin) * item, 0) for begin, end in pairwise(bounds)]
 
 
 def _bounds(sizes: Sequence[int]) -> list[int]:

@@ -76,7 +76,7 @@ class _Copier:
         candidates = [
             name
             for name, lists in batch.keys.items()
-            if len(lists.values) == len(lists.offsets) - 1 and _is_plain(lists.offsets)
+            if lists.values.shape[0] == lists.offsets.shape[0] - 1 and _is_plain(lists.offsets)
         ]
         offsets = [batch.keys[name].offsets for name in candidates]
         flags = pack_ops.find_ranges(_arrays(offsets), self._num_threads) if offsets else []
@@ -109,7 +109,7 @@ class _Copies:
         for part in parts:
             if part.data_ptr() != first.data_ptr() + number * first.itemsize or not part.is_cpu:
                 return None
-            number += len(part)
+            number += part.shape[0]
         start = first.data_ptr() - self._memory.data_ptr()
         end = start + number * first.itemsize
         return self._memory[start:end].view(first.dtype) if 0 <= start <= end <= len(self._memory) else None
@@ -127,7 +127,7 @@ def _views(memory: Tensor, tensors: list[Tensor], places: list[int]) -> list[Ten
         sizes = [(end - place) // dtype.itemsize for (_, place), end in zip(run, ends, strict=True)]
         # Not `split`, whose parts may not be changed in place together with a parameter.
         for (tensor, _), part in zip(run, piece.unsafe_split_with_sizes(sizes), strict=True):
-            is_whole = tensor.dim() == 1 and len(part) == len(tensor)
+            is_whole = part.shape == tensor.shape
             views.append(part if is_whole else part[: tensor.numel()].view(tensor.shape))
     return views
 

@@ -65,8 +65,12 @@ class BatchRows:
     def room_error(self, batch: ResidentBatch) -> Exception | None:
         for rows in batch.groups:
             num_rows = self._store.sizes(rows.group.names)
+            # Even if every key were new, and all of them in the largest table.
+            has_room = int(num_rows.max()) + rows.keys.shape[0] <= int(rows.group.most_rows.min())
+            if rows.group.frozen or has_room:
+                continue
             is_near = (num_rows + rows.table_offsets.diff()).numpy() > rows.group.most_rows  # if every key were new
-            if rows.group.frozen or not is_near.any():
+            if not is_near.any():
                 continue
             is_new = ~self._store.find_tables(rows.group.names, rows.table_offsets, rows.keys)
             for t, (first, end) in enumerate(pairwise(rows.table_offsets.tolist())):

@@ -8,7 +8,7 @@ after table. The row index of a feature gives, for each of its keys, the row amo
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -282,7 +282,9 @@ class SampleOrder:
         self.part_offsets = torch.tensor([0, *self.sizes]).cumsum(0)
 
     @staticmethod
+    @lru_cache(maxsize=8)
     def in_order(num_samples: int, num_parts: int) -> "SampleOrder":
+        """Returns an order that batches of one size share."""
         return SampleOrder(in_order(num_samples, num_parts))
 
     @property

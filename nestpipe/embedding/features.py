@@ -11,7 +11,7 @@ from nestpipe.embedding.dedup import FeaturePart, HostOccurrences, RequesterDedu
 from nestpipe.embedding.fused import GroupOccurrences
 from nestpipe.embedding.group import FeatureGroups, FeatureSet
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.pooling import Occurrences, pool
+from nestpipe.embedding.pooling import Occurrences, RowsOf, pool
 from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.embedding.table import Sequence as SequenceFeature
 from nestpipe.kernels.rows import pooling as on_device
@@ -180,7 +180,12 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
             if not isinstance(self._feature(name), Pooled):
                 raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
         if all(self._on_device(name) is None for name in names):
-            return pool([self._host_occurrences(name) for name in names], [self.table_rows(name) for name in names])
+            occurrences = [self._host_occurrences(name) for name in names]
+            if (groups := self._whole_groups(names)) is not None:
+                return pool(
+                    occurrences, [self._rows[g].tensor for g in groups], [self._rows_in(groups, n) for n in names]
+                )
+            return pool(occurrences, [self.table_rows(name) for name in names])
         joined = self._joined(names)
         return torch.cat([self._tensor(name) for name in names], dim=1) if joined is None else joined
 
@@ -230,7 +235,28 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
     def _host_occurrences(self, name: str) -> Occurrences:
         feature, part = self._feature(name), self._host_part(name)
         assert isinstance(feature, Pooled)
-        return Occurrences(part.index, part.offsets, pooling_weights(feature, part, len(self.table_rows(name))))
+        return Occurrences(part.index, part.offsets, pooling_weights(feature, part, self._num_rows(name)))
+
+    def _whole_groups(self, names: list[str]) -> list[int] | None:
+        """Returns the groups of the features if each table of these groups has exactly one of them; else None. Rows
+        then need not be split by table, nor their gradients joined again, which copies them."""
+        tables: dict[int, list[int]] = {}
+        for name in names:
+            g, f = self._features.places[name]
+            tables.setdefault(g, []).append(int(self._groups[g].group.feature_tables[f]))
+        is_whole = all(sorted(used) == list(range(len(self._groups[g].group.tables))) for g, used in tables.items())
+        return list(tables) if is_whole else None
+
+    def _rows_in(self, groups: list[int], name: str) -> RowsOf:
+        """Returns the rows of a feature's table among those of the groups."""
+        g, f = self._features.places[name]
+        table, counts = int(self._groups[g].group.feature_tables[f]), self._groups[g].row_counts[self._micro_batch]
+        return RowsOf(groups.index(g), int(counts[:table].sum()), int(counts[table]))
+
+    def _num_rows(self, name: str) -> int:
+        g, f = self._features.places[name]
+        dedup = self._groups[g]
+        return int(dedup.row_counts[self._micro_batch, dedup.group.feature_tables[f]])
 
     # ---- rows on a device: all features of a set are made together ----
 

@@ -265,47 +265,6 @@ def plan_shares(route: Route, rank: int) -> Shares | None:
     return Shares({g: replace(group, rows_in=into, rows_out=out) for (g, group), into, out in trios}, sums_in, sums_out)
 
 
-def make_plan(
-    route: Route, window: str, rank: int, row_bytes: RowBytes, gradient_bytes: RowBytes | None = None
-) -> Plan:
-    """Plans the exchanges of a batch of which nothing is early or late. gradient_bytes: None if gradients have the size
-    of rows."""
-    gradient_bytes = gradient_bytes or row_bytes
-    sends = plan_sends(route, window, rank, row_bytes)
-    if _is_symmetric(route, row_bytes, gradient_bytes):
-        returns = _reversed(sends, route, rank)
-    else:
-        returns = plan_returns(route, window, rank, gradient_bytes)
-    return Plan(window, sends, returns, plan_shares(route, rank))
-
-
-def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -> bool:
-    """Returns whether each row travels once, and its gradient takes the same way back."""
-    groups = [dedup.group for dedup in route.batch.groups]
-    has_replicas = any(owner.union is not None for owner in route.owner_dedups)
-    return (
-        route.batch.num_micro_batches == 1
-        and not has_replicas
-        and all(
-            not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group)
-            for group in groups
-        )
-    )
-
-
-def _reversed(sends: Sends, route: Route, rank: int) -> Returns:
-    """Returns what plan_returns would for a symmetric exchange."""
-    groups = []
-    for group, owner in zip(sends.groups, route.owner_dedups, strict=True):
-        first, end = (int(owner.entry_counts[:r].sum()) for r in (rank, rank + 1))
-        entries = torch.arange(len(owner.key_index))
-        entries = torch.cat([entries[:first], entries[end:], entries[first:end]])
-        sums = KeySums(None, make_segments(*entries_by_key(owner)))
-        into = replace(group.rows_out, places=entries)
-        groups.append(GroupReturns(group.group, group.rows_in, into, len(entries), sums, None))
-    return Returns(groups, gradients_in=sends.rows_out, gradients_out=sends.rows_in, has_late=False)
-
-
 def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:
     """Returns the positions whose rows arrive with each micro-batch, and those whose gradients leave with it."""
     num_parts, counts = len(dedup.num_samples), dedup.counts_by_owner

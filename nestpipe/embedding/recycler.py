@@ -36,17 +36,18 @@ class Recycler:
 
     def _allocate(self, num_bytes: int) -> mmap.mmap:
         with self._lock:
-            fitting = [block for block in self._free if len(block) >= num_bytes]
+            fitting = [block for block in reversed(self._free) if len(block) >= num_bytes]
             if fitting:
-                block = min(fitting, key=len)
+                block = min(fitting, key=len)  # of those, the last one freed: caches may still hold it
                 self._free.remove(block)
                 return block
             self._free.clear()  # sizes have grown: smaller blocks would stay unused
         # Private: a forked process must not write into its parent's rows.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         block = mmap.mmap(-1, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, flags=flags)
-        with suppress(OSError):  # a kernel without huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)
+        if whole_pages := num_bytes // _PAGE_BYTES * _PAGE_BYTES:  # the rest takes no more memory than it needs
+            with suppress(OSError):  # a kernel without huge pages
+                block.madvise(mmap.MADV_HUGEPAGE, 0, whole_pages)
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:

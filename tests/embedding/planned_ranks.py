@@ -11,12 +11,13 @@ from nestpipe import Batch, Pooled, Sequence, Table
 from nestpipe.data import Jagged
 from nestpipe.device.transfer import ALIGNMENT
 from nestpipe.distributed import Channel, Notice
+from nestpipe.embedding.batch_plan import make_plan
 from nestpipe.embedding.cluster import GIVEN_ORDER
 from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.host_memory import HostMemory
-from nestpipe.embedding.plan import KeySums, Plan, Returns, make_plan
+from nestpipe.embedding.plan import KeySums, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList, message_unit

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestpipe.embedding.batch_plan import make_plan
 from nestpipe.embedding.dedup import dedup_batch
-from nestpipe.embedding.plan import GroupReturns, make_plan, plan_returns
+from nestpipe.embedding.plan import GroupReturns, plan_returns, plan_sends
 from nestpipe.embedding.replica import by_table
 from nestpipe.embedding.travel import TravelList, lay_out, message_unit
 from tests.embedding.planned_ranks import (
@@ -61,8 +62,8 @@ def test_rows_and_gradients_arrive(world: World, window: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(world=worlds())
 def test_gradients_take_the_way_of_rows_back(world: World) -> None:
-    """With one micro-batch the rows' plan gives that of the gradients. Fails if _reversed leaves this rank's own
-    entries among those of the others."""
+    """With one micro-batch one native call plans both ways. Fails if list_one_part leaves this rank's own entries among
+    those of the others, or orders rows by (rank, table)."""
     for number, route in enumerate(on_threads(world.size, routed, World(world.batches, 1))):
         if route is None:
             continue
@@ -71,6 +72,11 @@ def test_gradients_take_the_way_of_rows_back(world: World) -> None:
         lists = [[of_groups[g] for g in trained] for of_groups in (route.owner_dedups, route.replicas)]
         route = replace(route, batch=batch, owner_dedups=lists[0], replicas=lists[1])
         plan = make_plan(route, "once", number, lambda group: group.row_bytes)
+        sends = plan_sends(route, "once", number, lambda group: group.row_bytes)
+        assert (plan.sends.rows_in, plan.sends.rows_out, plan.sends.num_early) == (sends.rows_in, sends.rows_out, 0)
+        for sent, same_sent in zip(plan.sends.groups, sends.groups, strict=True):
+            for list_of, same_list in ((sent.rows_in, same_sent.rows_in), (sent.rows_out, same_sent.rows_out)):
+                assert list(map(contents, fields_of(list_of))) == list(map(contents, fields_of(same_list)))
         expected = plan_returns(route, "once", number, lambda group: group.row_bytes)
         assert plan.returns is not None
         assert (plan.returns.gradients_in, plan.returns.gradients_out) == (
@@ -83,8 +89,15 @@ def test_gradients_take_the_way_of_rows_back(world: World) -> None:
 
 def parts(group: GroupReturns) -> list[object]:
     out, into, order = group.gradients_out, group.gradients_in, group.sums.entries
-    lists = [[t.places, t.bounds, t.counts, t.message_places, t.message_bounds] for t in (out, into)]
-    return [*lists[0], *lists[1], group.num_entries, order.num_segments, order.order, order.offsets]
+    pieces = None if order.pieces is None else [*order.pieces.starts.tolist(), *order.pieces.firsts.tolist()]
+    return [
+        *(*fields_of(out), *fields_of(into), group.num_entries),
+        *(order.num_segments, order.order, order.offsets, order.ends, pieces),
+    ]
+
+
+def fields_of(travel: TravelList) -> list[object]:
+    return [travel.places, travel.bounds, travel.counts, travel.message_places, travel.message_bounds]
 
 
 def contents(part: object) -> object:

@@ -24,6 +24,18 @@ def test_memory_is_reused_only_when_free() -> None:
     assert recycler.empty(shape, torch.float32).data_ptr() == address
 
 
+def test_the_block_freed_last_is_reused_first() -> None:
+    """Caches may still hold it. Fails if _allocate looks at the free blocks in the order in which they were freed."""
+    recycler, shape = Recycler(), (LARGE_BYTES,)
+    first, second = recycler.empty(shape, torch.uint8), recycler.empty(shape, torch.uint8)
+    address = second.data_ptr()
+    del first
+    gc.collect()
+    del second
+    gc.collect()
+    assert recycler.empty(shape, torch.uint8).data_ptr() == address
+
+
 FORKS = """
 import os, torch
 from nestpipe.embedding.recycler import LARGE_BYTES, Recycler

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestpipe.device.streams import use_here
 from nestpipe.distributed import Channel, Notice
+from nestpipe.embedding.batch_plan import make_plan
 from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import RowGradients
@@ -31,7 +32,6 @@ from nestpipe.embedding.plan import (
     Returns,
     Sends,
     Shares,
-    make_plan,
     plan_returns,
     plan_sends,
     plan_shares,

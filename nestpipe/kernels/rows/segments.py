@@ -66,12 +66,16 @@ class Segments:
         return self.map(lambda array: array.to(device, non_blocking=non_blocking))
 
 
-def make_segments(order: Tensor | None, offsets: Tensor, weight_places: Tensor | None = None) -> Segments:
-    """Makes segments from arrays in host memory: segment s has entries offsets[s]:offsets[s + 1]."""
+def make_segments(
+    order: Tensor | None, offsets: Tensor, weight_places: Tensor | None = None, longest: int | None = None
+) -> Segments:
+    """Makes segments from arrays in host memory: segment s has entries offsets[s]:offsets[s + 1]. longest: limit of the
+    entries of a segment; None if it is not known."""
     check_numbers("offsets", offsets, len(offsets))
     if order is not None:
         check_numbers("order", order, int(offsets[-1]))
-    has_long = len(offsets) > 1 and int(offsets.diff().max()) > PIECE
+    may_have_long = len(offsets) > 1 and (longest is None or longest > PIECE)
+    has_long = may_have_long and int(offsets.diff().max()) > PIECE
     pieces = make_pieces(offsets[:-1], offsets[1:], int(offsets[-1])) if has_long else None
     return Segments(len(offsets) - 1, order, offsets, None, weight_places, pieces)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestpipe.store.interface import TableFullError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 LIBRARY = Path(__file__).with_name("libnestpipe.so")
 
 
@@ -43,19 +43,6 @@ class NativeMemoryReport(ctypes.Structure):
         ("index_bytes", c_int64),
         ("erased_bytes", c_int64),
         ("mapped_bytes", c_int64),
-    )
-
-
-class NativeOccurrences(ctypes.Structure):
-    _fields_ = (
-        ("index", c_void_p),
-        ("offsets", c_void_p),
-        ("weights", c_void_p),
-        ("num_occurrences", c_int64),
-        ("num_samples", c_int64),
-        ("num_rows", c_int64),
-        ("dim", c_int64),
-        ("dtype", c_int32),
     )
 
 
@@ -203,8 +190,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "slots_clear": (c_void_p,),
     "cluster": (POINTER(NativeBatch), c_int32, c_int32, c_uint64, c_void_p, c_void_p),
     "group_by_row": (*_KEYS, *_KEYS, c_int64, c_void_p, c_void_p, c_void_p),
-    "pool": (POINTER(NativeOccurrences), c_void_p, c_void_p, c_int64, c_int32),
-    "pool_backward": (POINTER(NativeOccurrences), c_void_p, c_int64, c_void_p, c_int32),
+    "pool": (*_KEYS, c_void_p, c_void_p, c_int64, c_int32),
+    "pool_backward": (*_KEYS, c_void_p, c_int64, c_void_p, c_int32),
     "update_rows": (POINTER(NativeOptimizer), POINTER(NativeRowUpdate), c_int32),
     "table_salt": (c_char_p, POINTER(c_uint64)),
     "dedup": (*_KEYS, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
@@ -215,10 +202,12 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "split": (*_KEYS, c_void_p, *_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, *(c_void_p,) * 9),
     "owner_dedup": (*_KEYS, *_COUNTS, c_void_p, c_void_p, c_void_p, c_void_p, c_int32),
     "exchange_lists": (*_KEYS, c_int64, c_int32, *_KEYS, c_int64, *_KEYS, c_void_p, c_void_p),
+    "one_part_lists": (*_COUNTS, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 5),
     "cluster_numbers": (*_COUNTS, c_void_p, c_int64, c_void_p),
     "copy_runs": (*_KEYS, c_void_p, *_KEYS, c_void_p, *_KEYS),
     "copy_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32),
     "add_rows": (*_ROWS, c_void_p, *_ROWS, c_void_p, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
+    "check_rows": (*_ROWS, c_int64, c_int64, c_int32, c_double, c_void_p, c_int32),
     "mailbox_bytes": (c_int64, c_int64, POINTER(c_int64)),
     "mailbox_exchange": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, POINTER(c_int32)),
     "sum_rows": (*_ROWS, *_KEYS, *_KEYS, c_int64, c_int32, *_ROWS, c_int32),

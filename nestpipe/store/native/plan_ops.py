@@ -248,6 +248,53 @@ def exchange_lists(
     return (places if num_listed == capacity else places[:num_listed]), offsets, counts
 
 
+class OnePartLists(NamedTuple):
+    """The lists of a batch with one part; in all of them other ranks come first, ascending, then the own one."""
+
+    rows_in: Tensor
+    """[requests] place of each request when they are ordered by (table, rank)."""
+    rows_out: Tensor
+    """[entries] key index of each entry."""
+    entries: Tensor
+    """[entries] their numbers."""
+    order: Tensor
+    """[entries] numbers of the entries of each key, ascending."""
+    offsets: Tensor
+    """[keys + 1] start of each key in `order`."""
+
+
+def one_part_lists(
+    counts: Tensor, key_index: Tensor, entry_counts: NDArray[np.int64], num_requests: int, num_keys: int, own_rank: int
+) -> OnePartLists:
+    """Lists what travels in a batch with one part, to the owners of keys and from them.
+
+    `counts`: [ranks, tables] requests of this rank, ordered by (rank, table). `key_index`: the key, below num_keys, of
+    each entry, which is what a rank asks this one for; entry_counts[rank] of each, ordered by rank.
+    """
+    num_ranks, num_tables = _check_matrix(counts)
+    check_values("key_index", key_index, torch.int64)
+    for what, size in (("num_requests", num_requests), ("num_keys", num_keys)):
+        check_size(what, size)
+    num_entries = key_index.shape[0]
+    rows_in = torch.empty(num_requests, dtype=torch.int64)
+    rows_out, entries, order = (torch.empty(num_entries, dtype=torch.int64) for _ in range(3))
+    offsets = torch.empty(num_keys + 1, dtype=torch.int64)
+    call(
+        "one_part_lists",
+        pointer(counts),
+        num_ranks,
+        num_tables,
+        num_requests,
+        pointer(key_index),
+        _int64_address("entry_counts", entry_counts, num_ranks),
+        num_entries,
+        num_keys,
+        own_rank,
+        *map(pointer, (rows_in, rows_out, entries, order, offsets)),
+    )
+    return OnePartLists(rows_in, rows_out, entries, order, offsets)
+
+
 def cluster_numbers(counts: Tensor, bases: Tensor, num_positions: int) -> Tensor:
     """Numbers the positions of each table: returns for each position bases[table] plus the number of earlier positions
     of that table. Positions are ordered by (rank, table); `num_positions` is the sum of `counts`."""

@@ -151,6 +151,24 @@ def add_rows(
     )
 
 
+def check_rows(rows: Tensor, limit: float, exceeds: Tensor, num_threads: int = 1) -> None:
+    """Sets `exceeds`, int32 [1], to 1 if an element is NaN or its absolute value is above `limit`."""
+    _check_rows("rows", rows)
+    _check_same_rows("rows", rows, rows)
+    check_values("exceeds", exceeds, torch.int32, 1)
+    call(
+        "check_rows",
+        rows.data_ptr(),
+        _extent(rows),
+        _stride(rows),
+        *rows.shape,
+        _DTYPES[rows.dtype],
+        limit,
+        pointer(exceeds),
+        num_threads,
+    )
+
+
 def sum_rows(values: Tensor, order: Tensor | None, offsets: Tensor, out: Tensor, num_threads: int = 1) -> None:
     """Sums segments of rows: out[s] = ((0 + values[order[o]]) + values[order[o + 1]]) + ..., for o = offsets[s] ..
     offsets[s + 1] - 1 in that order; zeros for an empty segment. The default of `order` is 0, 1, 2, ..."""
@@ -214,12 +232,12 @@ def _copy(
 def _num_rows(places: Tensor | None, rows: Tensor, other_places: Tensor | None, other_rows: Tensor | None) -> int:
     """Returns the number of rows to copy: the number of places, or of all rows without places."""
     if places is not None:
-        return len(places)
+        return places.shape[0]
     if other_places is not None:
-        return len(other_places)
+        return other_places.shape[0]
     if other_rows is not None and len(other_rows) != len(rows):
         raise ValueError(f"source has {len(rows)} rows, target {len(other_rows)}, and there are no places")
-    return len(rows)
+    return rows.shape[0]
 
 
 def _check_rows(what: str, rows: Tensor) -> None:
@@ -250,7 +268,7 @@ def _description(rows: Tensor) -> str:
 
 def _stride(rows: Tensor) -> int:
     """Returns the bytes from one row to the next."""
-    return (rows.stride(0) if len(rows) > 1 else max(rows.shape[1], 1)) * rows.itemsize
+    return (rows.stride(0) if rows.shape[0] > 1 else max(rows.shape[1], 1)) * rows.itemsize
 
 
 def _extent(rows: Tensor) -> int:

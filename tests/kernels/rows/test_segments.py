@@ -246,3 +246,11 @@ def test_the_device_is_not_asked(accelerator: torch.device) -> None:
         sum_segments(values, replace(segments, pieces=pieces), None, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_known_limit_of_entries_saves_looking_at_them() -> None:
+    """Fails if make_segments makes no pieces where the limit allows long segments, or looks for some where it does
+    not."""
+    offsets = torch.tensor([0, segments_module.PIECE + 1])
+    assert make_segments(None, offsets, longest=segments_module.PIECE + 1).pieces is not None
+    assert make_segments(None, offsets, longest=segments_module.PIECE).pieces is None
