@@ -9,8 +9,8 @@ Requester and owner derive the same plan from the bits that say which micro-batc
 so that they can be mapped from keys to rows or slots.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.group import TableGroup
+from nestpipe.embedding.owned_bags import OwnedBags
 from nestpipe.embedding.part_bits import with_early_part, with_late_part
 from nestpipe.embedding.replica import Replica, by_table
 from nestpipe.embedding.route import OwnerDedup, Route
@@ -49,6 +50,7 @@ class Sends:
     """The rows of a batch, from owners to requesters."""
 
     groups: list[GroupSends]
+    """Of rows, by table group; then of partial sums, by group with features that are pooled at the owner."""
     rows_in: MessageSizes
     rows_out: MessageSizes
     num_early: int
@@ -66,9 +68,12 @@ class KeySums:
     """Indices of the owned keys, ascending; None for all."""
     entries: Segments
     """Entries of each key, in order of requester."""
+    weights: Tensor | None = None
+    """Weight of each entry; None if all are 1."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "KeySums":
-        return KeySums(None if self.keys is None else function(self.keys), self.entries.map(function))
+        keys, weights = (None if array is None else function(array) for array in (self.keys, self.weights))
+        return KeySums(keys, self.entries.map(function), weights)
 
 
 @dataclass(frozen=True)
@@ -132,11 +137,14 @@ class Plan:
     """None until the next batch is routed, if gradients may be late."""
     shares: Shares | None = None
     """None without replicated tables that are trained."""
+    bags: dict[int, OwnedBags] = field(default_factory=dict)
+    """What the owner adds up for features that are pooled there, by number of the group."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
         returns = None if self.returns is None else self.returns.map(function)
         shares = None if self.shares is None else self.shares.map(function)
-        return Plan(self.window, self.sends.map(function), returns, shares)
+        bags = {g: owned.map(function) for g, owned in self.bags.items()}
+        return Plan(self.window, self.sends.map(function), returns, shares, bags)
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,7 @@ def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early:
         else _replica_sends(dedup, replica, mark, window, rank)
         for dedup, owner, replica, mark in lists
     ]
+    groups += _bag_sends(route, rank, num_early=int(early is not None))
     widths = [row_bytes(group.group) for group in groups]
     rows_in, lists_in = lay_out([group.rows_in for group in groups], widths)
     rows_out, lists_out = lay_out([group.rows_out for group in groups], widths)
@@ -178,6 +187,7 @@ def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late
     marks = late if late is not None else [None] * len(route.owner_dedups)
     trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
     groups = [_group_returns(dedup, owner, mark, window, rank) for dedup, owner, mark in trios]
+    groups += _bag_returns(route, rank, [group.sums for group in groups], num_late=int(late is not None))
     widths = [row_bytes(group.group) for group in groups]
     gradients_in, lists_in = lay_out([group.gradients_in for group in groups], widths)
     gradients_out, lists_out = lay_out([group.gradients_out for group in groups], widths)
@@ -213,14 +223,24 @@ def make_plan(
         returns = _reversed(sends, route, rank)
     else:
         returns = plan_returns(route, window, rank, gradient_bytes)
-    return Plan(window, sends, returns, plan_shares(route, rank))
+    return Plan(window, sends, returns, plan_shares(route, rank), owned_bags(route))
+
+
+def owned_bags(route: Route) -> dict[int, OwnedBags]:
+    """Returns what this rank adds up as owner, by number of the group."""
+    return {g: owner.bags for g, owner in enumerate(route.owner_dedups) if owner.bags is not None}
 
 
 def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -> bool:
     """Returns whether each row travels once, and its gradient takes the same way back."""
     groups = [dedup.group for dedup in route.batch.groups]
-    return route.batch.num_micro_batches == 1 and all(
-        not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group) for group in groups
+    return (
+        route.batch.num_micro_batches == 1
+        and not route.batch.bags
+        and all(
+            not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group)
+            for group in groups
+        )
     )
 
 
@@ -322,6 +342,29 @@ def _by_row(travel: TravelList, dedup: RequesterDedup) -> TravelList:
     if len(dedup.num_samples) > 1 or len(dedup.group.tables) == 1:
         return travel
     return travel.select(by_table(dedup.counts.numpy()))
+
+
+def _bag_sends(route: Route, rank: int, num_early: int) -> list[GroupSends]:
+    """Partial sums travel with their micro-batch; none is early."""
+    pairs = zip(route.batch.bags, owned_bags(route).values(), strict=True)
+    lists = [(bags.group, bags.travel_list(rank), owned.travel_list(rank)) for bags, owned in pairs]
+    return [GroupSends(group, into.widened(num_early, 0), out.widened(num_early, 0)) for group, into, out in lists]
+
+
+def _bag_returns(route: Route, rank: int, row_sums: Sequence[KeySums], num_late: int) -> list[GroupReturns]:
+    """Gradients of partial sums travel with their micro-batch; none is late. row_sums: those of all groups."""
+    returns = []
+    for bags, (g, owned) in zip(route.batch.bags, owned_bags(route).items(), strict=True):
+        out, into = bags.travel_list(rank), owned.travel_list(rank)
+        if bags.group.frozen:
+            out = into = _nothing(len(bags.parts), len(bags.counts))
+        summed, places = row_sums[g].keys, owned.keys
+        if summed is not None:  # without late ones, which no bag has
+            places = torch.searchsorted(summed, owned.keys)
+        sums = KeySums(places, owned.gradients, owned.gradient_weights)
+        lists = out.widened(0, num_late), into.widened(0, num_late)
+        returns.append(GroupReturns(bags.group, *lists, owned.num_sums, sums, None))
+    return returns
 
 
 def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:

@@ -55,6 +55,11 @@ def pool(features: Sequence[Occurrences], row_arrays: Sequence[Tensor]) -> Tenso
     return pooled
 
 
+def pool_into(out: Tensor, occurrences: Occurrences, rows: Tensor) -> None:
+    """Writes the sums of each sample's rows to out, [num_samples, dim]."""
+    call("pool", byref(occurrences.native(rows)), pointer(rows), pointer(out), out.shape[1], torch.get_num_threads())
+
+
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Sequence[Occurrences], *row_arrays: Tensor) -> Tensor:

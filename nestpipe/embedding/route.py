@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
-from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.owned_bags import OwnedBags, ReceivedBags, exchange_bags, own_bags
 from nestpipe.embedding.replica import KEY_BYTES, Replica, TouchedKeys, share_keys
 from nestpipe.store.native import plan_ops
 
@@ -29,6 +30,8 @@ class OwnerDedup(TouchedKeys):
     """[entries, bytes] bits of the requester's micro-batches that use the key."""
     entry_counts: NDArray[np.int64]
     """[ranks] entries of each requester."""
+    bags: OwnedBags | None = None
+    """What this rank adds up for features that are pooled at the owner. Such a key has no entry of theirs."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def route_keys(
     if not agreed.name_the_same_losses:
         names = sorted(batch.weights)
         raise channel.watch.agreed(ValueError(f"the ranks' batches name different losses; this one has {names}"))
-    owner_dedups, key_bytes = _exchange_keys(batch, counts, channel)
+    owner_dedups, key_bytes = _exchange_keys(batch, counts, features, channel)
     replicas, shared_bytes = share_keys(batch.groups, owner_dedups, channel)
     totals = agreed.total_weights
     return Route(
@@ -205,7 +208,9 @@ def _exchange_counts(
     return _Agreed(numbers), counts
 
 
-def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) -> tuple[list[OwnerDedup], int]:
+def _exchange_keys(
+    batch: BatchDedup, counts: list[Tensor], features: FeatureGroups, channel: Channel
+) -> tuple[list[OwnerDedup], int]:
     """Returns the owner's dedup of each group, and the bytes sent. A rank sends its own keys in no message."""
     mask_bytes = (batch.num_micro_batches + 7) // 8
     sent = _KeyLayout([_rank_sums(group.counts) for group in batch.groups], mask_bytes, channel.rank)
@@ -215,12 +220,32 @@ def _exchange_keys(batch: BatchDedup, counts: list[Tensor], channel: Channel) ->
     arriving = _KeyLayout([_rank_sums(group) for group in counts], mask_bytes, channel.rank)
     received = torch.empty(arriving.num_bytes, dtype=torch.uint8)
     channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
+    received_bags, bag_bytes = exchange_bags(batch.bags, channel)
+    bags_of = dict(zip(features.bag_groups, received_bags, strict=True))
     dedups = []
     for g, group in enumerate(batch.groups):
         keys, uses = arriving.read(received, g, group, sent.own(g))
-        distinct, key_index, table_counts = plan_ops.owner_dedup(keys, counts[g])
-        dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), key_index, uses, arriving.counts[g]))
-    return dedups, sent.num_bytes
+        entries = uses, arriving.counts[g]
+        dedups.append(_dedup_at_owner(group.group, keys, counts[g], *entries, bags_of.get(g)))
+    return dedups, sent.num_bytes + bag_bytes
+
+
+def _dedup_at_owner(
+    group: TableGroup,
+    keys: Tensor,
+    counts: Tensor,
+    uses: Tensor,
+    entry_counts: NDArray[np.int64],
+    bags: ReceivedBags | None,
+) -> OwnerDedup:
+    """Dedups the keys of requesters, [ranks, tables] counts of them, and those of bags, as if further ranks asked for
+    them."""
+    num_entries = len(keys)
+    if bags is not None:
+        keys, counts = torch.cat([keys, bags.keys]), torch.cat([counts, bags.counts])
+    distinct, index, table_counts = plan_ops.owner_dedup(keys, counts)
+    owned = None if bags is None else own_bags(bags, index[num_entries:], len(distinct))
+    return OwnerDedup(group, distinct, _offsets(table_counts), index[:num_entries], uses, entry_counts, owned)
 
 
 def _rank_sums(counts: Tensor) -> NDArray[np.int64]:

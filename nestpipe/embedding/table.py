@@ -10,6 +10,7 @@ from nestpipe.store import HostStore, Store, TableSpec
 from nestpipe.store.init import Distribution, Normal
 
 PLACEMENTS = ("sharded", "replicated")
+POOLING_PLACES = ("requester", "owner")
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,22 @@ class Pooled:
     mode: str = "sum"
     """"sum", or "mean": the sum divided by the sum of the weights (by the number of keys without them)."""
     padding_key: int | None = None
+    where: str = "requester"
+    """"requester" if rows travel and the rank that has the sample adds them up. "owner" if each owner adds up its rows
+    of a sample, and sends the sum: for many keys a sample. The result differs by rounding."""
 
     def __post_init__(self) -> None:
+        what = f"a pooled feature of table {self.table.name!r}"
         if self.mode not in ("sum", "mean"):
-            raise ValueError(f"a pooled feature of table {self.table.name!r} has mode {self.mode!r}: 'sum' or 'mean'")
+            raise ValueError(f"{what} has mode {self.mode!r}: 'sum' or 'mean'")
+        if self.where not in POOLING_PLACES:
+            choices = ", ".join(map(repr, POOLING_PLACES))
+            raise ValueError(f"{what} has where = {self.where!r}, must be one of {choices}")
+        if self.where == "owner" and self.table.placement == "replicated":
+            raise ValueError(
+                f'{what} has where = "owner", but no row of a replicated table travels; leave out `where`, or set '
+                'placement = "sharded"'
+            )
 
 
 Feature = Sequence | Pooled

@@ -28,6 +28,21 @@ def operations_of(
     )
 
 
+def check_combinable(options: PipelineOptions, features: FeatureGroups) -> None:
+    """Refuses options that do not combine with features that are pooled at the owner."""
+    names = ", ".join(features.bag_places)
+    if names and options.device_budget_bytes is not None:
+        raise ValueError(
+            f"memory.device_budget_bytes does not count partial sums of features that are pooled at the owner ({names})"
+            '; leave it unset, or set where = "requester"'
+        )
+    if names and options.stale:
+        raise ValueError(
+            f"pipeline.stale does not combine with features that are pooled at the owner ({names}); set where = "
+            '"requester"'
+        )
+
+
 def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroups) -> bool:
     """Returns whether gradients of replicated tables travel. Refuses options that do not combine with such tables."""
     names = [name for group in features.groups if group.is_replicated for name in group.names]

@@ -29,7 +29,8 @@ class MicroBatch:
     embeddings: Embeddings
     inputs: Mapping[str, Tensor]
     rows: list[Tensor]
-    """Distinct rows by table group; backward sets their gradients."""
+    """Distinct rows by table group, then the partial sums of features that are pooled at the owner; backward sets their
+    gradients."""
     num_samples: int
     is_last: bool
     """True for the last micro-batch of this rank in the step."""
@@ -100,7 +101,7 @@ class Step:
     def _micro_batch(self, number: int, rows: list[Tensor], is_last: bool) -> MicroBatch:
         world, batch = self._pipeline.world, self._batch
         seed_generators(world.device, self._pipeline.options.seed, self.number, world.rank, number)
-        embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows)
+        embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows, batch.bags)
         return MicroBatch(embeddings, batch.inputs[number], rows, batch.num_samples[number], is_last)
 
     def backward(self) -> AbstractContextManager[None]:

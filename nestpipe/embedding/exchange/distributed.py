@@ -17,9 +17,21 @@ from nestpipe.embedding.crossing import Crossing, compare
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
-from nestpipe.embedding.group import FeatureGroups
+from nestpipe.embedding.exchange.partial_sums import SumOwner, SumRequester
+from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import KeySums, Marks, Plan, Returns, make_plan, plan_returns, plan_sends, plan_shares
+from nestpipe.embedding.plan import (
+    GroupReturns,
+    KeySums,
+    Marks,
+    Plan,
+    Returns,
+    make_plan,
+    owned_bags,
+    plan_returns,
+    plan_sends,
+    plan_shares,
+)
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList
@@ -52,7 +64,7 @@ class DistributedExchange:
             return make_plan(route, window, rank, row_bytes, self._codecs.gradients.row_bytes)
         sends = plan_sends(route, window, rank, row_bytes, early)
         returns = self.plan_returns(route, window, None) if has_returns else None
-        return Plan(window, sends, returns, plan_shares(route, rank))
+        return Plan(window, sends, returns, plan_shares(route, rank), owned_bags(route))
 
     def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
         return plan_returns(route, window, self._route.rank, self._codecs.gradients.row_bytes, late)
@@ -97,23 +109,35 @@ class DistributedBatch:
         self._memory = memory
         self._codecs = codecs
         self._num_micro_batches = batch.num_micro_batches
-        limits = [codecs.sum_limit(dedup.group.dtype, rows.size) for dedup in batch.groups]
-        pairs = zip(batch.groups, limits, strict=True)
-        self._requesters = [_Requester(dedup, plan.window, memory, limit) for dedup, limit in pairs]
+        self._num_groups = len(batch.groups)
+        self._requesters: list[_Requester | SumRequester] = [
+            *(_Requester(dedup, plan.window, memory, self._limit(dedup.group)) for dedup in batch.groups),
+            *(SumRequester(bags, memory, self._limit(bags.group)) for bags in batch.bags),
+        ]
+        """One for each of the plan's groups: those of rows, then those of partial sums."""
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
         self._sources = [rows.sent_from()[0] for rows in resident or []]
-        """Owner: array of rows that are sent, by group; empty if its rows could not be made resident."""
+        """Owner: array of rows, or of partial sums, that are sent, by group of the plan; empty if its rows could not be
+        made resident."""
+        self._owners = [SumOwner(bags, resident[g], memory) for g, bags in plan.bags.items()] if resident else []
         self._sent = [
             _places_of(lists.rows_out, rows) for lists, rows in zip(plan.sends.groups, resident or [], strict=False)
         ]
-        """Owner: places in it of the rows that are sent, by group."""
+        """Owner: places in it of the rows that are sent, by group of the plan."""
+        self._sources += [owner.sums for owner in self._owners]
+        self._sent += [lists.rows_out for lists in plan.sends.groups[self._num_groups :]]
         self._outgoing: dict[int, Outgoing] = {}
         """Rows that were written ahead, by part."""
         self._collected: list[Tensor | None] = []
         """Requester: arrays from which gradients were sent last, by group; None for a frozen group."""
         self._shared: dict[int, RowGradients] = {}
         """Sums of replicated groups, by group."""
+        self._with_bags: dict[int, RowGradients] = {}
+        """Sums of groups with bags, by group."""
+
+    def _limit(self, group: TableGroup) -> float:
+        return self._codecs.sum_limit(group.dtype, self._rows_channel.size)
 
     @property
     def row_bytes(self) -> int:
@@ -152,7 +176,10 @@ class DistributedBatch:
                 codec.read(self._memory, received, in_message, target, places)
 
     def _write_rows(self, part: int) -> Outgoing:
-        """Writes the rows that this owner sends to other ranks."""
+        """Writes the rows and partial sums that this owner sends to other ranks."""
+        micro_batch = part - self._plan.sends.num_early
+        for owner in self._owners if micro_batch >= 0 else ():
+            owner.fill(micro_batch)
         message = self._memory.empty_message(self._plan.sends.rows_out.num_bytes[part])
         for source, sent in zip(self._sources, self._sent, strict=True):
             self._codecs.rows.write(self._memory, source, sent.others(part), message, sent.in_message(part))
@@ -169,6 +196,11 @@ class DistributedBatch:
         assert self._plan.returns is not None
         return self._plan.returns
 
+    @property
+    def _row_returns(self) -> list[GroupReturns]:
+        """Returns the gradients of rows, by table group."""
+        return self._returns.groups[: self._num_groups]
+
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients, self.exceeds)
         self._collected = []
@@ -177,6 +209,24 @@ class DistributedBatch:
             is_frozen = lists.group.frozen
             self._collected.append(None if is_frozen else requester.collect(micro_batch, gradient, self.exceeds))
         self._return(micro_batch)
+        if micro_batch == self._num_micro_batches - 1:
+            self._sum_bags()
+
+    def _sum_bags(self) -> None:
+        """Adds up the gradients of keys in bags: those of rows, then those of partial sums. A key may be in many bags,
+        so no requester can tell whether the sum is finite; the owner does, before the step is committed."""
+        for number, g in enumerate(self._plan.bags, start=self._num_groups):
+            group, keys, bags = (
+                self._returns.groups[g].group,
+                self._returns.groups[g].sums,
+                self._returns.groups[number].sums,
+            )
+            if group.frozen:
+                continue
+            total = self._memory.sum_rows(self._entries_of(g), keys.entries)
+            added = self._memory.sum_rows(self._entries_of(number), bags.entries, bags.weights)
+            self._memory.add_rows(total, bags.keys, added, None, torch.finfo(group.dtype).max, self.exceeds)
+            self._with_bags[g] = RowGradients(total, keys.keys)
 
     @property
     def has_late_gradients(self) -> bool:
@@ -262,16 +312,18 @@ class DistributedBatch:
                 PLAIN.read(self._memory, received, in_message, targets[g], places)
 
     def sum_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.sums for lists in self._returns.groups])
+        use_here(*(gradients.values for gradients in self._with_bags.values()))
+        others = [None if g in self._with_bags else lists.sums for g, lists in enumerate(self._row_returns)]
+        return [self._with_bags.get(g, gradients) for g, gradients in enumerate(self._sums(others))]
 
     def sum_late_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.late_sums for lists in self._returns.groups])
+        return self._sums([lists.late_sums for lists in self._row_returns])
 
     def _sums(self, sums: Sequence[KeySums | None]) -> list[RowGradients | None]:
         use_here(*self._entries.values())
         use_here(*(tensor for shared in self._shared.values() for tensor in (shared.values, shared.everywhere)))
         gradients: list[RowGradients | None] = []
-        for g, (lists, keys) in enumerate(zip(self._returns.groups, sums, strict=True)):
+        for g, (lists, keys) in enumerate(zip(self._row_returns, sums, strict=True)):
             if lists.group.frozen or keys is None:
                 gradients.append(None)
             elif g in self._shared:
