@@ -9,6 +9,7 @@ from nestpipe.embedding.optim import SGD, RowOptimizer, check_row_optimizer
 from nestpipe.store import HostStore, Store, TableSpec
 from nestpipe.store.init import Distribution, Normal
 
+AUTO = "auto"
 PLACEMENTS = ("sharded", "replicated")
 POOLING_PLACES = ("requester", "owner")
 
@@ -31,7 +32,8 @@ class Table:
     max_rows: int | None = None
     placement: str = "sharded"
     """"sharded" if each row is on one rank. "replicated" if every rank keeps all rows, which then never travel: for
-    small tables of which most batches use most keys. The result is the same, bit for bit."""
+    small tables of which most batches use most keys. The result is the same, bit for bit. "auto": a Trainer chooses,
+    from its first batch."""
 
     def __post_init__(self) -> None:
         self.spec(seed=0)
@@ -42,8 +44,9 @@ class Table:
 
     def _check_placement(self) -> None:
         where = f"table {self.name!r}: placement"
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"{where} is {self.placement!r}, must be one of {', '.join(map(repr, PLACEMENTS))}")
+        if self.placement not in (*PLACEMENTS, AUTO):
+            choices = ", ".join(map(repr, (*PLACEMENTS, AUTO)))
+            raise ValueError(f"{where} is {self.placement!r}, must be one of {choices}")
         if self.placement == "replicated" and not self.frozen and not self.optimizer.updates_in_parts:
             raise ValueError(
                 f'{where} "replicated" needs a row optimizer that treats each row alone; if '
@@ -87,14 +90,15 @@ class Pooled:
     padding_key: int | None = None
     where: str = "requester"
     """"requester" if rows travel and the rank that has the sample adds them up. "owner" if each owner adds up its rows
-    of a sample, and sends the sum: for many keys a sample. The result differs by rounding."""
+    of a sample, and sends the sum: for many keys a sample. The result differs by rounding. "auto": a Trainer chooses,
+    from its first batch."""
 
     def __post_init__(self) -> None:
         what = f"a pooled feature of table {self.table.name!r}"
         if self.mode not in ("sum", "mean"):
             raise ValueError(f"{what} has mode {self.mode!r}: 'sum' or 'mean'")
-        if self.where not in POOLING_PLACES:
-            choices = ", ".join(map(repr, POOLING_PLACES))
+        if self.where not in (*POOLING_PLACES, AUTO):
+            choices = ", ".join(map(repr, (*POOLING_PLACES, AUTO)))
             raise ValueError(f"{what} has where = {self.where!r}, must be one of {choices}")
         if self.where == "owner" and self.table.placement == "replicated":
             raise ValueError(

@@ -98,7 +98,7 @@ class Pipeline:
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
-        check_combinable(options, self.groups)
+        check_combinable(world, options, self.groups)
         memory = memory_on(world.device, is_staged=world.rows.is_staged)
         exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs)
         schedule = options.schedule

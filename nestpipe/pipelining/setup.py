@@ -9,6 +9,7 @@ from nestpipe.embedding.capacity import Capacity
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.row_pool import RowPool
+from nestpipe.embedding.table import AUTO
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op, operations
 from nestpipe.store.interface import RowStore
@@ -28,8 +29,14 @@ def operations_of(
     )
 
 
-def check_combinable(options: PipelineOptions, features: FeatureGroups) -> None:
-    """Refuses options that do not combine with features that are pooled at the owner."""
+def check_combinable(world: World, options: PipelineOptions, features: FeatureGroups) -> None:
+    """Refuses places that nobody has chosen, and what does not combine with features that are pooled at the owner."""
+    for name, feature in features.features.items() if world.size > 1 else ():
+        if AUTO in (feature.table.placement, getattr(feature, "where", None)):
+            raise ValueError(
+                f'feature {name!r}: only a Trainer chooses `where` and placement if they are "auto"; in a loop of your '
+                "own, set another value"
+            )
     names = ", ".join(features.bag_places)
     if names and options.device_budget_bytes is not None:
         raise ValueError(

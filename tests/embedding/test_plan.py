@@ -53,7 +53,7 @@ def test_rows_of_a_single_micro_batch(world: World, size: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(world=worlds(), window=st.sampled_from(WINDOWS))
 def test_rows_and_gradients_arrive(world: World, window: str) -> None:
-    """Sums are equal to the bit. Fails if _Requester.collect returns its sums in window "resend", or adds the first
+    """Sums are equal to the bit. Fails if Requester.collect returns its sums in window "resend", or adds the first
     gradient to uninitialised memory."""
     check_sums_of(world, window, None)
 

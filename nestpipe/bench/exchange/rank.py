@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from nestpipe.bench.exchange.batches import QUICK, Size, make_batches, make_small_batches, small_tables
+from nestpipe.bench.exchange.batches import (
+    QUICK,
+    Size,
+    bag_features,
+    distinct_share,
+    make_bag_batches,
+    make_batches,
+    make_small_batches,
+    small_tables,
+)
 from nestpipe.bench.harness.pairs import alternate, spread
 from nestpipe.bench.harness.ways import EXCHANGED, Values, Way, medians
 from nestpipe.bench.network.loop import SEED, Loop, Paced, make_features
@@ -52,6 +61,7 @@ class Bench:
     def records(self) -> Iterator[Record]:
         yield from self._forms()
         yield from self._placements()
+        yield from self._poolings()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
@@ -92,6 +102,26 @@ class Bench:
                 "placement": placement,
                 "link_bytes_vs_sharded": statistics.median(m / p for m, p in bytes_of),
                 **spread("speed_vs_sharded", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+            }
+
+    def _poolings(self) -> Iterator[Record]:
+        """Yields a record for each place where bags are pooled. All bytes to other ranks count, keys included."""
+        size = self._size
+        variants: dict[str, Variant] = {where: (bag_features(size, where), {}) for where in ("requester", "owner")}
+        batches = make_bag_batches(size, self._world.rank)
+        rounds = self._measured(variants, batches)
+        for where, mine in rounds.items():
+            pairs = list(zip(mine, rounds["requester"], strict=True))
+            bytes_of = [tuple(sum(values[field] for field in EXCHANGED) for values in pair) for pair in pairs]
+            yield {
+                **self._record("poolings", mine),
+                "features": size.num_bag_features,
+                "keys_of_a_bag": size.keys_of_a_bag,
+                "keys_per_rank": size.num_bag_features * size.batch_size * size.keys_of_a_bag,
+                "distinct_share": distinct_share(batches),
+                "pooled_at": where,
+                "link_bytes_vs_rows": statistics.median(m / p for m, p in bytes_of),
+                **spread("speed_vs_rows", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
             }
 
     def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:

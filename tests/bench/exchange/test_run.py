@@ -25,8 +25,8 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @needs_hosts
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, or if owners
-    send no sums."""
+    """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, if owners send no sums, or
+    if `where` of a pooled feature is ignored."""
     records = records_of("link", tmp_path)
     forms = [record for record in records if record["part"] == "forms"]
     expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
@@ -36,6 +36,9 @@ def test_link(tmp_path: Path) -> None:
     assert placements["sharded"]["link_bytes_vs_sharded"] == 1
     assert placements["replicated"]["exchanged_row_bytes_per_step"] == 0
     assert 0.9 < placements["replicated"]["link_bytes_vs_sharded"] <= 1.05
+    poolings = {record["pooled_at"]: record for record in records if record["part"] == "poolings"}
+    assert poolings["requester"]["link_bytes_vs_rows"] == 1
+    assert poolings["owner"]["link_bytes_vs_rows"] <= 0.5
 
 
 @pytest.mark.slow
