@@ -145,6 +145,27 @@ def test_started_again_with_another_placement(schedule: str, placement: str, tmp
     assert {resumed_from for _, resumed_from in resumed} == {step}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_started_again_with_chosen_places(tmp_path: Path) -> None:
+    """A run that is killed goes on with the places that it has chosen, or was given. Fails if Trainer.load forgets
+    them, and then chooses by another batch, or if a recipe's `where` does not reach the features."""
+    recipe, other, path = tmp_path / "recipe.toml", tmp_path / "other.toml", tmp_path / "out"
+    place = '[[tables]]\nname = "c10"\nwhere = "{}"\n[[tables]]\nname = "c21"\nplacement = "auto"\nwhere = "auto"\n'
+    recipe.write_text(place.format("owner"))
+    other.write_text(place.format("requester"))
+    assert start_and_wait(2, path, "nested", "a step", 5, 1, recipe)
+    step = newest(path)
+    assert step > 0
+    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", "nested", recipe)}
+    with pytest.raises(ranks.RankFailedError, match=r"tables\.c10\.where was"):
+        ranks.run_ranks(2, train, path, "nested", other)
+    resumed = ranks.run_ranks(2, train, path, "nested", recipe)
+    assert {digest for digest, _ in resumed} == digests
+    assert {resumed_from for _, resumed_from in resumed} == {step}
+    assert digests != {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "other", "nested", other)}
+
+
 def everywhere() -> list[tuple[int, str, str, int]]:
     """Returns every moment with every schedule, at 1 to 3 ranks, at the first to third call."""
     moments = [name for name in MOMENTS if name != "read rows"]
