@@ -25,6 +25,7 @@ from nestpipe.embedding.table import Pooled
 from nestpipe.embedding.travel import TravelList
 from nestpipe.kernels.rows import pooling as on_device
 from nestpipe.kernels.rows.segments import Segments, one_each
+from nestpipe.store import group_by_row
 from nestpipe.store.native import plan_ops
 
 
@@ -138,38 +139,34 @@ def _split(
         weights = None if weights is None else weights[present]
     is_mean = [isinstance(f := features.features[name], Pooled) and f.mode == "mean" for name in group.features]
     factors = _mean_factors(layout, is_mean, bags, weights, group.dtype) if any(is_mean) else None
-    first_keys = torch.zeros(world_size + 1, dtype=torch.int64)
-    torch.cumsum(deduped.counts.sum(1), 0, out=first_keys[1:])
-    owners = torch.bucketize(positions, first_keys[1:], right=True)
-    by_message = _sorted_ids(layout.message_ids(bags, owners))
-    rows, row_bags = layout.rows(by_message.distinct)
+    num_owned = deduped.counts.sum(1)
+    owner_of = torch.repeat_interleave(torch.arange(world_size), num_owned)
+    number_of = torch.arange(len(deduped.keys)) - (num_owned.cumsum(0) - num_owned)[owner_of]
+    owners = owner_of.index_select(0, positions)
+    order_of_message = _order(owners, world_size, _order(bags, layout.num_bags))
+    ids = (owners * layout.num_bags + bags).index_select(0, order_of_message)
+    sums, lengths = torch.unique_consecutive(ids, return_counts=True)
+    rows, row_bags = layout.rows(sums)
     return Bags(
         group=group,
         keys=deduped.keys,
         counts=deduped.counts,
-        lengths=by_message.lengths.int(),
-        numbers=(positions - first_keys[owners]).index_select(0, by_message.order).int(),
-        weights=None if weights is None else weights.index_select(0, by_message.order),
-        sum_counts=layout.sum_counts(by_message.distinct),
+        lengths=lengths.int(),
+        numbers=number_of.int().index_select(0, positions.index_select(0, order_of_message)),
+        weights=None if weights is None else weights.index_select(0, order_of_message),
+        sum_counts=layout.sum_counts(sums),
         occurrence_counts=torch.bincount(owners, minlength=world_size).numpy(),
         rows=rows,
         parts=layout.parts(row_bags, factors),
     )
 
 
-@dataclass(frozen=True)
-class _SortedIds:
-    order: Tensor
-    """Stable order of the ids."""
-    distinct: Tensor
-    lengths: Tensor
-    """How often each distinct id occurs."""
-
-
-def _sorted_ids(ids: Tensor) -> _SortedIds:
-    by_id, order = ids.sort(stable=True)
-    distinct, lengths = torch.unique_consecutive(by_id, return_counts=True)
-    return _SortedIds(order, distinct, lengths)
+def _order(numbers: Tensor, most: int, order: Tensor | None = None) -> Tensor:
+    """Returns a stable order of numbers below `most`, which counts them instead of comparing them. order: to begin
+    with; None for that of the list."""
+    ordered = numbers if order is None else numbers.index_select(0, order)
+    _, _, by_number = group_by_row(ordered, None, most, with_occurrences=False)
+    return by_number if order is None else order.index_select(0, by_number)
 
 
 class _BagLayout:
@@ -196,33 +193,29 @@ class _BagLayout:
         """[micro-batches + 1] first bag of each."""
 
     @property
-    def _num_bags(self) -> int:
+    def num_bags(self) -> int:
         return self._num_features * self._num_samples
 
-    def message_ids(self, bags: Tensor, owners: Tensor) -> Tensor:
-        """Returns numbers of parts of bags by (owner, bag)."""
-        return owners * self._num_bags + bags
-
     def sum_counts(self, ids: Tensor) -> NDArray[np.int64]:
-        """Returns the partial sums of each owner and micro-batch. ids: those of all partial sums."""
-        starts = torch.arange(self._world_size)[:, None] * self._num_bags + self._bag_starts
+        """Returns the partial sums of each owner and micro-batch. ids: owner * num_bags + bag of each."""
+        starts = torch.arange(self._world_size)[:, None] * self.num_bags + self._bag_starts
         return torch.searchsorted(ids, starts).diff(dim=1).numpy()
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the place of each partial sum among those of its micro-batch, and the bags by place."""
-        if self._num_bags == 0:
-            return ids, ids
-        bags = ids % self._num_bags
-        by_place, order = bags.sort(stable=True)  # stable: owners in order
-        starts = torch.searchsorted(by_place, self._bag_starts)[:-1]
-        parts = torch.bucketize(by_place, self._bag_starts[1:], right=True)
+        bags = ids % max(1, self.num_bags)
+        order = _order(bags, self.num_bags)  # stable: owners in order
+        by_place = bags.index_select(0, order)
+        starts = torch.searchsorted(by_place, self._bag_starts)
+        shifts = torch.repeat_interleave(starts[:-1], starts.diff())
         rows = torch.empty_like(order)
-        rows[order] = torch.arange(len(order)) - starts[parts]
+        rows[order] = torch.arange(len(order)) - shifts
         return rows, by_place
 
     def parts(self, row_bags: Tensor, factors: Tensor | None) -> list[BagPart]:
         """row_bags: bag of each partial sum, micro-batch after micro-batch. factors: of each bag."""
-        offsets = torch.searchsorted(row_bags, torch.arange(self._num_bags + 1))
+        offsets = torch.zeros(self.num_bags + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(row_bags, minlength=self.num_bags), 0, out=offsets[1:])
         made = []
         for part, size in enumerate(self._sizes):
             first, end = self._bag_starts[part : part + 2].tolist()
@@ -234,7 +227,7 @@ class _BagLayout:
 
     def is_mean(self, features: list[bool]) -> Tensor:
         """Returns for each bag whether its feature is one of some."""
-        result = torch.empty(self._num_bags, dtype=torch.bool)
+        result = torch.empty(self.num_bags, dtype=torch.bool)
         result[self.bag_of_sample] = torch.tensor(features)[:, None].expand_as(self.bag_of_sample)
         return result
 

@@ -1,10 +1,11 @@
 """What owners and requesters add up for features that are pooled at the owner, against loops over single keys: in the
 same order, so to the bit, in float32.
 
-Fails if a requester adds the partial sums of a bag in another order than that of owners (`bags.flip(0).sort` in
-_BagLayout.rows), if an owner adds gradients by micro-batch first (`group_by_row(blocks.by_part(keys), ...)` in
-own_bags), if occurrences lose their order (`ids.flip(0).sort` in _sorted_ids), if weights of requesters without any are
-not 1 (`zeros` in _Arrays.received), or if a mean counts padding.
+Fails if a requester adds the partial sums of a bag in another order than that of owners (`order = len(bags) - 1 -
+_order(bags.flip(0), self.num_bags)` in _BagLayout.rows), if an owner adds gradients by micro-batch first
+(`group_by_row(blocks.by_part(keys), ...)` in own_bags), if messages are not in the order of bags (`_order(owners,
+world_size)` in _split), if weights of requesters without any are not 1 (`zeros` in _Arrays.received), or if padding
+keeps its weight (without `weights[present]` in _split).
 """
 
 from dataclasses import dataclass, field

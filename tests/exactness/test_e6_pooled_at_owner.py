@@ -3,9 +3,9 @@ are pooled at the requester, up to rounding.
 
 Fails if gradients of keys in bags are late (without `late[before.bags.keys] = False` in crossing._owned_marks), if they
 are added to the rows of all keys instead of those that are not late (without the searchsorted in plan._bag_returns), if
-an owner adds up the sums of another micro-batch (`self._bags.sums[0]` in SumOwner.fill), if a mean is divided by the
-keys of one owner, if weights of other requesters are taken (without `self.ones` in _Arrays.received), or if the owner
-does not check its sums (`limit = inf` in DistributedBatch._sum_bags).
+an owner adds up the sums of another micro-batch (`owner.fill(0)` in DistributedBatch._write_rows), if a world of one
+has bags (`pools_at_owner=True` in Pipeline), or if the owner does not check its sums (`torch.inf` in
+DistributedBatch._sum_bags).
 """
 
 from collections.abc import Callable
