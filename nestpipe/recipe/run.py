@@ -66,7 +66,6 @@ def run(
             _resume(this_run, Path(config.checkpoint.load), strict=config.checkpoint.strict)
             if world.rank == 0 and not config.checkpoint.strict:
                 print(f"nestpipe: {config.checkpoint.load}: {trainer.load_report}", flush=True)
-        trainer.choose_places(this_run.batches)
         choice = set_micro_batches(config, this_run, will_train=_num_left(config, this_run, validation) > 0)
         spans: list[Span] | None = [] if trace_path is not None else None
         result = FitResult(spans=spans, traced_steps=traced_steps, num_steps_before=trainer.num_steps)

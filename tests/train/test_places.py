@@ -20,6 +20,8 @@ from nestpipe.distributed import RankError
 from nestpipe.embedding.table import Feature
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.pipeline import Pipeline
+from nestpipe.prediction import choose, measure
+from nestpipe.prediction.split_costs import SplitCosts
 from nestpipe.train.places import _pooling_bytes, choose_places
 from tests.exactness.cases import Momentum, on_ranks
 
@@ -204,3 +206,27 @@ def test_a_world_of_one_has_nothing_to_choose() -> None:
     explicit = trainer_of(World(), features_of("sharded", "requester"))
     explicit.fit([batch_of(0)])
     assert trainer.digest() == explicit.digest()
+
+
+def traffic_of(world: World, where: str) -> float:
+    """Returns the bytes of rows that trial steps have found. A choice of micro-batches comes after that of places."""
+    measure.WARM_UP_STEPS = measure.COUNTED_STEPS = 1
+    measure.FILLING_STEPS = measure.FULL_STEPS = measure.DRAINING_STEPS = 1
+    found: list[float] = []
+
+    def choice_by(costs: SplitCosts, candidates: list[int]) -> choose.Choice:
+        found.append(costs.traffic[1].all_rows)
+        return choose.Choice(1, "", {})
+
+    choose.choice_by = choice_by
+    trainer = trainer_of(world, {"many": features_of("sharded", where)["many"]})
+    batches = [Batch({"many": batch_of(world.rank, seed).keys["many"]}) for seed in (0, 1)]
+    choose.choose_num_micro_batches(trainer, iter(batches))
+    return found[0]
+
+
+def test_trial_steps_have_the_chosen_places() -> None:
+    """Fails if the keys of _Keys are grouped without pools_at_owner, or if choose_num_micro_batches chooses none."""
+    (rows, *_), (sums, *_), (chosen, *_) = (on_ranks(2, traffic_of, where) for where in ("requester", "owner", "auto"))
+    assert chosen == sums
+    assert sums < rows / 2
