@@ -20,12 +20,12 @@ def config_of(folder: Path, tables: str, *settings: str):
 
 
 def test_where_and_placement_reach_the_features(tmp_path: Path) -> None:
-    tables = '[[tables]]\nname = "c1"\nwhere = "owner"\n[[tables]]\nname = "c2"\nplacement = "auto"\nwhere = "auto"\n'
+    tables = '[[tables]]\nname = "c10"\nwhere = "owner"\n[[tables]]\nname = "c11"\nplacement = "auto"\nwhere = "auto"\n'
     config = config_of(tmp_path, tables).resolved(1, 1)
     features = build_features(config, build_source(config))
-    assert isinstance(features["c1"], Pooled)
-    places = {name: (features[name].where, features[name].table.placement) for name in ("c1", "c2", "c3")}
-    assert places == {"c1": ("owner", "sharded"), "c2": ("auto", "auto"), "c3": ("requester", "sharded")}
+    assert isinstance(features["c10"], Pooled)
+    places = {name: (features[name].where, features[name].table.placement) for name in ("c10", "c11", "c12")}
+    assert places == {"c10": ("owner", "sharded"), "c11": ("auto", "auto"), "c12": ("requester", "sharded")}
 
 
 def test_rows_of_a_sequence_reach_the_model(tmp_path: Path) -> None:
@@ -37,4 +37,4 @@ def test_rows_of_a_sequence_reach_the_model(tmp_path: Path) -> None:
 
 def test_other_values_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="where"):
-        config_of(tmp_path, '[[tables]]\nname = "c1"\nwhere = "here"\n')
+        config_of(tmp_path, '[[tables]]\nname = "c10"\nwhere = "here"\n')
