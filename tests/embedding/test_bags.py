@@ -117,6 +117,9 @@ def train(batch: DistributedBatch, route: Route, part: int, seen: Seen, begin: d
     """Reads the features of a micro-batch, and returns gradients."""
     rows = batch.rows(part)
     embeddings = Embeddings(FEATURES, route.batch.groups, part, rows, route.batch.bags)
+    joined = torch.cat([embeddings[name] for name in BAGS], dim=1)
+    assert torch.equal(embeddings.side_by_side(BAGS), joined)
+    assert embeddings.pooled_sets() == [["b_sum", "a_mean", "a_sum"]]
     for name in FEATURES.features:
         value = embeddings[name] if name in BAGS else embeddings.sequence(name).values
         assert isinstance(value, Tensor)
@@ -220,6 +223,15 @@ def test_a_device_adds_partial_sums_like_the_host() -> None:
             torch.autograd.backward(pooled, list(gradients))
             results.append([*(value.tolist() for value in pooled), rows.grad.tolist()])
         assert results[0] == results[1]
+
+
+def test_a_key_outside_its_table_is_an_error() -> None:
+    """It names the feature and the sample."""
+    small = Table("small", DIM, num_keys=9)
+    features = group_features({"tags": Pooled(small, where="owner")}, pools_at_owner=True)
+    batch = Batch({"tags": Jagged.from_lists([[1, 2], [], [8, 9]])})
+    with pytest.raises(ValueError, match=r"feature 'tags', sample 2: key 9 is outside 0 \.\. 8"):
+        dedup_batch(features, batch, 1, 2)
 
 
 def test_clustering_ignores_bags() -> None:

@@ -31,8 +31,14 @@ from tests.exactness.test_x_across_batches import EVENTS, NUM_BATCHES
 from tests.exactness.test_x_across_batches import stream as moving_stream
 from tests.streams import key_streams
 
-PLACES = [("shared", ("items",)), ("pooled_mean", ("tags",)), ("pooled_sum", ("items", "tags")), ("shared", ("items",))]
-"""Layouts of the features, and those that are pooled at the owner. In "shared", the other one uses the same table."""
+PLACES = [
+    ("shared", ("items",), ()),
+    ("pooled_mean", ("tags",), ("item",)),
+    ("pooled_sum", ("items", "tags"), ()),
+    ("shared", ("items",), ()),
+]
+"""Layouts of the features, those that are pooled at the owner, and tables that are replicated. In "shared", the other
+feature uses the same table."""
 STREAMS = [*key_streams(), "one_rank_empty"]
 
 Run = tuple[str, tuple[str | None, str | None], Case]
@@ -92,9 +98,9 @@ def runs_of(streams: list[str], first: int = 0) -> list[Run]:
     sizes, dtypes = cycle((4, 1, 2, 3, 1)), cycle((torch.float64, torch.float32))
     runs = []
     for number, stream in enumerate(streams, start=first):
-        layout, names = PLACES[number % 4]
-        codecs = CODECS[number // 2 % 4]
-        case = Case(OPTIMIZERS[number % 4], layout, next(sizes), at_owner=names, dtype=next(dtypes))
+        (layout, names, replicated), codecs = PLACES[number % 4], CODECS[number // 2 % 4]
+        places = {"at_owner": names, "replicated": replicated}
+        case = Case(OPTIMIZERS[number % 4], layout, next(sizes), dtype=next(dtypes), **places)
         runs.append((stream, codecs, case))
     return runs
 
@@ -121,8 +127,8 @@ def test_streams(size: int, streams: list[str], num_ways: int) -> None:
 def test_streams_everywhere(size: int, num_micro_batches: int) -> None:
     """All streams, with all layouts and forms."""
     runs = [
-        (stream, codecs, Case(optimizer, layout, num_micro_batches, at_owner=names))
-        for (layout, names), codecs, optimizer in zip(PLACES, CODECS, OPTIMIZERS, strict=True)
+        (stream, codecs, Case(optimizer, layout, num_micro_batches, at_owner=names, replicated=replicated))
+        for (layout, names, replicated), codecs, optimizer in zip(PLACES, CODECS, OPTIMIZERS, strict=True)
         for stream in STREAMS
     ]
     for wrong in on_ranks(size, differing, runs, timeout=290):
@@ -145,7 +151,7 @@ def train_both(world: World, case: Case) -> list:
         (3, Case("adam", "pooled_mean", 2, steps=15, at_owner=("items", "tags"))),
         *(
             pytest.param(size, Case(optimizer, layout, 3, steps=100, at_owner=names), marks=pytest.mark.slow)
-            for size, optimizer, (layout, names) in zip((2, 3, 4, 4), OPTIMIZERS, PLACES, strict=True)
+            for size, optimizer, (layout, names, _) in zip((2, 3, 4, 4), OPTIMIZERS, PLACES, strict=True)
         ),
     ],
     ids=str,
