@@ -319,21 +319,24 @@ def test_the_owner_tells_that_a_sum_is_not_finite(schedule: str) -> None:
 # ---- everything else ----
 
 
-def digest_by(world: World, way: str) -> str:
+def digests_by(world: World, way: str) -> list[str]:
+    """Returns digests with groups that have rows and bags, and with groups that have bags alone."""
     with pytest.MonkeyPatch.context() as patch:
         if way != "host":
             as_on_a_device(patch, staged=way == "staged")
-        case = Case("adagrad", "shared", 3, schedule="nested", at_owner=("items",))
-        trainer = trainer_of(world, case)
-        trainer.fit(share_of(global_batches(4), world))
-        return trainer.digest()
+        digests = []
+        for case in (AT_OWNER, Case("adagrad", "pooled_mean", 1, at_owner=("items", "tags"))):
+            trainer = trainer_of(world, replace(case, schedule="nested"))
+            trainer.fit(share_of(global_batches(4), world))
+            digests.append(trainer.digest())
+        return digests
 
 
 def test_memory_of_a_device_gives_the_same_bits() -> None:
     """Made of CPU tensors, with the plain form of its kernels; also with messages in host memory."""
-    host = on_ranks(2, digest_by, "host")
-    assert on_ranks(2, digest_by, "device") == host
-    assert on_ranks(2, digest_by, "staged") == host
+    host = on_ranks(2, digests_by, "host")
+    assert on_ranks(2, digests_by, "device") == host
+    assert on_ranks(2, digests_by, "staged") == host
 
 
 def norm_and_evaluation(world: World, at_owner: tuple[str, ...], freezes: bool) -> tuple[list[float], int, int]:
