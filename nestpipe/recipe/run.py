@@ -90,6 +90,7 @@ def run(
         "host_transport": world.host_transport,
         "num_micro_batches": trainer.options.num_micro_batches,
         "splitting": splitting(times.fields, trainer, choice),
+        "places": trainer.places,
         "steps": trainer.num_steps,
         "resumed_from_step": result.num_steps_before if folder is not None else 0,
         "final_loss": result.losses[-1] if result.losses else None,

@@ -43,6 +43,11 @@ def train(world: World, path: Path, schedule: str, recipe: Path | None = None) -
     return summary["digest"], summary["resumed_from_step"]
 
 
+def places(world: World, path: Path, recipe: Path) -> dict[str, dict[str, str]]:
+    """Returns the places of a complete run."""
+    return run(load_config(recipe, settings(path, "nested")).resolved(1, 1), world)["places"]
+
+
 def train_until_killed(
     world: World,
     path: Path,
@@ -164,6 +169,9 @@ def test_started_again_with_chosen_places(tmp_path: Path) -> None:
     assert {digest for digest, _ in resumed} == digests
     assert {resumed_from for _, resumed_from in resumed} == {step}
     assert digests != {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "other", "nested", other)}
+    chosen = [ranks.run_ranks(2, places, folder, recipe) for folder in (path, tmp_path / "whole")]
+    assert chosen[0] == chosen[1]
+    assert [choice.keys() for choice in chosen[0][0].values()] == [{"c21"}, {"c21"}]
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:
