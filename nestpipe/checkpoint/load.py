@@ -43,6 +43,8 @@ class Loaded:
     """What is wrong with them."""
     num_row_bytes: int
     """Bytes of the shards that this rank has read."""
+    places: dict[str, Any]
+    """Choices of a Trainer for what is "auto"; none of version 0.2."""
 
 
 @dataclass
@@ -257,6 +259,7 @@ def _loaded(
         damaged,
         problems,
         read.num_row_bytes,
+        read.manifest.get("places", {}),
     )
 
 

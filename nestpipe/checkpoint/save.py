@@ -238,6 +238,7 @@ class Save:
             "tables": describe_tables(subject.tables, subject.seed),
             "dense": describe_dense(subject.model, subject.optimizer, subject.lr_schedule),
             "recipe": subject.recipe,
+            "places": subject.places,
             "checksums": {DENSE: dense_checksum} | {name: content["checksum"] for name, content in contents.items()},
             "sizes": {DENSE: dense_bytes} | {name: file.stat().st_size for name, file in parts.items()},
         }

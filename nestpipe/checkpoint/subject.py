@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Subject:
     optimizer: Optimizer | None
     lr_schedule: LRScheduler | None
     recipe: str | None
+    places: Mapping[str, Any] = field(default_factory=dict)
+    """Choices of a Trainer for what is "auto"."""
 
     def dense_state(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "lr_schedule": self.lr_schedule}

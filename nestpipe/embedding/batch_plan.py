@@ -9,18 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.embedding.plan import (
-    GroupReturns,
-    GroupSends,
-    KeySums,
-    Plan,
-    Returns,
-    RowBytes,
-    Sends,
-    plan_returns,
-    plan_sends,
-    plan_shares,
-)
+from nestpipe.embedding.plan import owned_bags, plan_returns, plan_sends, plan_shares
+from nestpipe.embedding.plan_parts import GroupReturns, GroupSends, KeySums, Plan, Returns, RowBytes, Sends
 from nestpipe.embedding.route import Route
 from nestpipe.embedding.travel import TravelList, lay_out
 from nestpipe.kernels.rows.segments import make_segments
@@ -38,7 +28,7 @@ def make_plan(
     else:
         sends = plan_sends(route, window, rank, row_bytes)
         returns = plan_returns(route, window, rank, gradient_bytes)
-    return Plan(window, sends, returns, plan_shares(route, rank))
+    return Plan(window, sends, returns, plan_shares(route, rank), bags=owned_bags(route))
 
 
 def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -> bool:
@@ -48,6 +38,7 @@ def _is_symmetric(route: Route, row_bytes: RowBytes, gradient_bytes: RowBytes) -
     return (
         route.batch.num_micro_batches == 1
         and not has_replicas
+        and not route.batch.bags
         and all(
             not group.frozen and not group.is_replicated and row_bytes(group) == gradient_bytes(group)
             for group in groups

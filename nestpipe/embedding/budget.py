@@ -24,7 +24,7 @@ from nestpipe.device.transfer import OfTensors
 from nestpipe.embedding.budget_window import widest
 from nestpipe.embedding.host_link import STRETCH_BYTES
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan_parts import Plan
 from nestpipe.embedding.route import Route
 
 MEANINGS = {

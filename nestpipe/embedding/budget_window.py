@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nestpipe.embedding.dedup import BatchDedup
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan_parts import Plan
 from nestpipe.embedding.route import Route
 
 

@@ -7,7 +7,8 @@ answer the route of the later batch with two lists of bits: of its keys, which a
 which are late.
 
 A batch that is no step has no keys. A row optimizer that has to update all rows at once has no late gradients.
-Replicated tables have neither early rows nor late gradients.
+Replicated tables have neither early rows nor late gradients. Nor have features that are pooled at the owner; of a key
+that they use, no gradient is late.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.distributed import Channel
-from nestpipe.embedding.plan import Marks
+from nestpipe.embedding.plan_parts import Marks
 from nestpipe.embedding.route import OwnerDedup, Route
 from nestpipe.store import match_tables
 from nestpipe.store.native import plan_ops
@@ -81,6 +82,8 @@ def _owned_marks(earlier: Route, later: Route, has_late: bool, num_threads: int)
             late[places[~early]] = False
         if not (has_late and before.group.allows_late_gradients):
             late.zero_()
+        if before.bags is not None:  # a late gradient would have to wait for those of bags
+            late[before.bags.keys] = False
         if before.group.is_replicated:
             early.zero_()
         all_early.append(early)

@@ -7,8 +7,8 @@ after table. The row index of a feature gives, for each of its keys, the row amo
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.data.batch import Batch, Jagged
-from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering, in_order
+from nestpipe.embedding.bags import Bags, split_bags
+from nestpipe.embedding.cluster import GIVEN_ORDER, Clustering
 from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.key_lists import (
+    SampleOrder,
+    contiguous_keys,
+    feature_key_lists,
+    feature_sample_lists,
+    group_weights,
+    outside_error,
+)
 from nestpipe.store.native import plan_ops
 
 MOST_LOSSES = 8
@@ -138,6 +147,8 @@ class BatchDedup:
     weights: dict[str, float]
     has_batch: bool
     """False if this rank is out of data and takes part with an empty batch."""
+    bags: list[Bags] = field(default_factory=list)
+    """Bags of the groups with features that are pooled at the owner, in order of FeatureGroups.bag_groups."""
 
     def asking(self, ranks: range, num_ranks: int) -> "BatchDedup":
         """Returns the batch with these of all ranks as owners. So far owners are counted from 0."""
@@ -159,6 +170,7 @@ class BatchDedup:
             self,
             groups=[group.map(function) for group in self.groups],
             inputs=[{name: function(value) for name, value in part.items()} for part in self.inputs],
+            bags=[bags.map(function) for bags in self.bags],
         )
 
 
@@ -176,7 +188,8 @@ def dedup_batch(
     distinct = [_distinct(group, batch, world_size, num_threads) for group in features.groups]
     order = sample_order(features, distinct, batch, num_micro_batches, clustering)
     groups = [_split(group, order) for group in distinct]
-    return BatchDedup(groups, split_inputs(batch, order), order.sizes, batch.weights, has_batch)
+    bags = split_bags(features, batch, order, world_size, num_threads)
+    return BatchDedup(groups, split_inputs(batch, order), order.sizes, batch.weights, has_batch, bags)
 
 
 def checked_batch(features: FeatureGroups, batch: Batch | None) -> Batch:
@@ -233,70 +246,11 @@ def _distinct(group: TableGroup, batch: Batch, world_size: int, num_threads: int
     return DistinctKeys(group, jagged, deduped.keys, deduped.counts, deduped.positions)
 
 
-def contiguous_keys(group: TableGroup, batch: Batch) -> list[Jagged]:
-    """Returns the keys of each feature of a group, in arrays that native calls can read."""
-    return [_contiguous(batch.keys[name]) for name in group.features]
-
-
-def _contiguous(jagged: Jagged) -> Jagged:
-    if jagged.values.is_contiguous() and jagged.offsets.is_contiguous():
-        return jagged
-    return Jagged(jagged.values.contiguous(), jagged.offsets.contiguous(), jagged.weights)
-
-
-def feature_key_lists(group: TableGroup, jagged: list[Jagged]) -> NDArray[np.int64]:
-    """Returns the keys of each feature as native calls take them."""
-    features = group.feature_keys.copy()
-    features[:, 0] = [lists.values.data_ptr() for lists in jagged]
-    features[:, 1] = [lists.values.numel() for lists in jagged]
-    return features
-
-
-def feature_sample_lists(group: TableGroup, jagged: list[Jagged]) -> NDArray[np.int64]:
-    """Returns the samples of each feature as native calls take them."""
-    features = np.empty((len(jagged), 3), dtype=np.int64)
-    features[:, 0] = [lists.offsets.data_ptr() for lists in jagged]
-    features[:, 1] = [lists.values.numel() for lists in jagged]
-    features[:, 2] = group.feature_tables
-    return features
-
-
-def outside_error(group: TableGroup, jagged: list[Jagged], feature: int, occurrence: int) -> ValueError:
-    """Returns the error for a key that its table does not have."""
-    table, lists = group.tables[int(group.feature_tables[feature])], jagged[feature]
-    sample = int(torch.searchsorted(lists.offsets, occurrence, right=True)) - 1
-    assert table.num_keys is not None
-    return ValueError(
-        f"feature {group.features[feature]!r}, sample {sample}: key {int(lists.values[occurrence])} is outside "
-        f"0 .. {table.num_keys - 1}, the keys of table {table.name!r} (num_keys = {table.num_keys})"
-    )
-
-
-class SampleOrder:
-    """The samples of a batch in the order of its micro-batches."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.sizes = [len(part) for part in parts]
-        self.samples = torch.cat(parts) if len(parts) > 1 else None
-        """Permutation of the samples; None if they keep their order."""
-        self.part_offsets = torch.tensor([0, *self.sizes]).cumsum(0)
-
-    @staticmethod
-    @lru_cache(maxsize=8)
-    def in_order(num_samples: int, num_parts: int) -> "SampleOrder":
-        """Returns an order that batches of one size share."""
-        return SampleOrder(in_order(num_samples, num_parts))
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.sizes)
-
-
 def sample_order(
     features: FeatureGroups, distinct: list[DistinctKeys], batch: Batch, num_parts: int, clustering: Clustering
 ) -> SampleOrder:
-    """Clusters the samples into micro-batches."""
-    if clustering.keeps_order(num_parts):
+    """Clusters the samples into micro-batches, by the keys whose rows travel. If none do, they keep their order."""
+    if clustering.keeps_order(num_parts) or not any(group.jagged for group in distinct):
         return SampleOrder.in_order(len(batch), num_parts)
     numbered, num_distinct = _cluster_lists(features, distinct)
     return SampleOrder(clustering.parts(numbered, num_distinct, num_parts))
@@ -359,15 +313,6 @@ def _split(distinct: DistinctKeys, order: SampleOrder) -> RequesterDedup:
             num_samples=order.sizes,
         ),
     )
-
-
-def group_weights(group: TableGroup, jagged: list[Jagged]) -> Tensor:
-    """Returns the weights of all occurrences of a group, 1 where a feature has none."""
-    ones = torch.ones(max(lists.values.numel() for lists in jagged), dtype=group.dtype)
-    parts = [
-        ones[: lists.values.numel()] if lists.weights is None else lists.weights.to(group.dtype) for lists in jagged
-    ]
-    return torch.cat(parts)
 
 
 def split_inputs(batch: Batch, order: SampleOrder) -> list[Mapping[str, Tensor]]:

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nestpipe.device.transfer import Download, host_bytes, uploaded_inputs
-from nestpipe.embedding.dedup import BatchDedup, DistinctKeys, RequesterDedup, SampleOrder, sample_order, split_inputs
+from nestpipe.device.transfer import Download, host_bytes, uploaded, uploaded_inputs
+from nestpipe.embedding.bags import split_bags
+from nestpipe.embedding.dedup import BatchDedup, DistinctKeys, RequesterDedup, sample_order, split_inputs
 from nestpipe.embedding.fused import GroupOccurrences, group_occurrences
+from nestpipe.embedding.key_lists import SampleOrder
 from nestpipe.embedding.micro_batch_rows import RowOrder, UsedRows, find_used_rows
 from nestpipe.embedding.packed import PackedBatch, PackedKeys, SampleLayout
 from nestpipe.kernels.keys.owners import owners_of
@@ -41,7 +43,9 @@ def dedup_on_device(packed: PackedBatch, device: torch.device) -> BatchDedup:
         for g, keys in enumerate(packed.groups)
     ]
     inputs = uploaded_inputs(split_inputs(packed.batch, order), device)
-    return BatchDedup(dedups, inputs, order.sizes, packed.batch.weights, packed.has_batch)
+    bags = split_bags(packed.features, packed.batch, order, packed.world_size, packed.num_threads)
+    on_device = [uploaded(group, device) for group in bags]
+    return BatchDedup(dedups, inputs, order.sizes, packed.batch.weights, packed.has_batch, on_device)
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,9 @@ class DeviceMemory:
     def new_flag(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
-    def sum_rows(self, values: Tensor, segments: Segments) -> Tensor:
+    def sum_rows(self, values: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
         total = self.empty_rows(segments.num_segments, values.shape[1], values.dtype)
-        sum_segments(values, segments, None, total)
+        sum_segments(values, segments, weights, total)
         return total
 
     def update(

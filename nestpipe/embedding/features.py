@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nestpipe.embedding.bags import Bags
 from nestpipe.embedding.dedup import FeaturePart, HostOccurrences, RequesterDedup
 from nestpipe.embedding.fused import GroupOccurrences
 from nestpipe.embedding.group import FeatureGroups, FeatureSet
@@ -151,12 +152,14 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         groups: Sequence[RequesterDedup],
         micro_batch: int,
         rows: Sequence[ModelRows],
+        bags: Sequence[Bags] = (),
     ) -> None:
-        """rows: the rows of the micro-batch by group, table after table."""
+        """rows: the rows of the micro-batch by group, table after table; then the partial sums of bags."""
         self._features = features
         self._groups = groups
         self._micro_batch = micro_batch
         self._rows = rows
+        self._bags = bags
         self._table_rows: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[str, SequenceEmbedding | Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
@@ -179,6 +182,8 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         for name in names:
             if not isinstance(self._feature(name), Pooled):
                 raise ValueError(f"feature {name!r} is a sequence: only pooled features stand side by side")
+        if any(self._is_bags(name) for name in names):
+            return torch.cat([self._tensor(name) for name in names], dim=1)
         if all(self._on_device(name) is None for name in names):
             occurrences = [self._host_occurrences(name) for name in names]
             if (groups := self._whole_groups(names)) is not None:
@@ -206,7 +211,10 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         """Returns the pooled features in lists, each of which `side_by_side` returns fastest."""
         sets: dict[object, list[str]] = {}
         for name, feature in self._features.features.items():
-            if isinstance(feature, Pooled):
+            if self._is_bags(name):
+                b, _ = self._features.bag_places[name]
+                sets.setdefault(("bags", b), []).append(name)
+            elif isinstance(feature, Pooled):
                 g, _ = self._features.places[name]
                 is_on_device = self._on_device(name) is not None
                 sets.setdefault(g if is_on_device else feature.table.dtype, []).append(name)
@@ -314,10 +322,24 @@ class Embeddings(Mapping[str, "SequenceEmbedding | Tensor"]):
         rows = self._group_rows(names[0])
         return on_device.pool_joined(occurrences.sets[self._micro_batch][s], rows.variable, len(names), rows.stored)
 
+    # ---- features that were pooled at the owner ----
+
+    def _is_bags(self, name: str) -> bool:
+        return name in self._features.bag_places
+
+    def _pool_bags(self, name: str) -> None:
+        """Adds the partial sums of all such features of a feature's group."""
+        b, _ = self._features.bag_places[name]
+        bags = self._bags[b]
+        pooled = bags.parts[self._micro_batch].pool(self._rows[len(self._groups) + b].tensor)
+        self._values.update(zip(bags.group.features, pooled, strict=True))
+
     def _make(self, name: str) -> None:
         """Makes the value of a feature, and of those that are made together with it."""
         feature = self._feature(name)
-        if self._on_device(name) is not None:
+        if self._is_bags(name):
+            self._pool_bags(name)
+        elif self._on_device(name) is not None:
             if isinstance(feature, Pooled):
                 self._pool_set(name)
             else:

@@ -5,8 +5,8 @@ in order of their names. Within a group the rows of all tables lie in one array,
 serves all of them.
 """
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -48,6 +48,8 @@ class TableGroup:
     """True if every rank has all rows."""
     has_by_index: bool = False
     """True if the model reads all rows of a micro-batch, and the row of each key, of some feature."""
+    bags: "TableGroup | None" = None
+    """The same tables with the features that are pooled at the owners of their keys; None if there are none."""
 
     @property
     def dim(self) -> int:
@@ -102,30 +104,53 @@ class FeatureGroups:
     table_order: NDArray[np.int64]
     """[tables] indices of all tables, counted group after group, in order of the tables' names."""
     places: Mapping[str, tuple[int, int]]
-    """Group of each feature, and its index in the group."""
+    """Group of each feature whose rows travel, and its index in the group."""
+    bag_groups: tuple[int, ...]
+    """Groups with features that are pooled at the owner."""
+    bag_places: Mapping[str, tuple[int, int]]
+    """Of each such feature: the index of its group in bag_groups, and its own in `TableGroup.bags`."""
 
     @property
     def num_tables(self) -> int:
         return len(self.table_order)
 
 
-def group_features(features: Mapping[str, Feature], has_replicas: bool = True) -> FeatureGroups:
+def group_features(
+    features: Mapping[str, Feature], has_replicas: bool = True, pools_at_owner: bool = False
+) -> FeatureGroups:
     """Groups the tables of these features. Groups are ordered by the names of their first tables.
 
-    has_replicas: False to read rows from their owners, whatever the placement of their tables."""
+    has_replicas: False to read rows from their owners, whatever the placement of their tables. pools_at_owner: False to
+    pool all features at the requester, wherever they say."""
     by_key: dict[tuple[Hashable, ...], list[Table]] = {}
     for table in tables_of(features):
         optimizer = None if table.frozen else group_key(table.optimizer)
         placement = table.placement if has_replicas else None
         by_key.setdefault((table.dim, table.dtype, table.frozen, optimizer, placement), []).append(table)
-    groups = tuple(_group(tables, features, key[-1] == "replicated") for key, tables in by_key.items())
-    places = {name: (g, f) for g, group in enumerate(groups) for f, name in enumerate(group.features)}
+    at_owner = {name for name, f in features.items() if pools_at_owner and isinstance(f, Pooled) and f.where == "owner"}
+    groups = tuple(_group(tables, features, at_owner, key[-1] == "replicated") for key, tables in by_key.items())
     names = [table.name for group in groups for table in group.tables]
     order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
-    return FeatureGroups(dict(features), groups, order, places)
+    bags = {g: group.bags for g, group in enumerate(groups) if group.bags is not None}
+    places = _places(groups), tuple(bags), _places(bags.values())
+    return FeatureGroups(dict(features), groups, order, *places)
 
 
-def _group(tables: list[Table], features: Mapping[str, Feature], is_replicated: bool) -> TableGroup:
+def _places(groups: Iterable[TableGroup]) -> dict[str, tuple[int, int]]:
+    return {name: (g, f) for g, group in enumerate(groups) for f, name in enumerate(group.features)}
+
+
+def _group(
+    tables: list[Table], features: Mapping[str, Feature], at_owner: Collection[str], is_replicated: bool
+) -> TableGroup:
+    """at_owner: the features that are pooled at the owner."""
+    rows = {name: feature for name, feature in features.items() if name not in at_owner}
+    group = _with_features(tables, rows, is_replicated)
+    bags = _with_features(tables, {name: features[name] for name in features if name in at_owner}, is_replicated)
+    return replace(group, bags=bags) if bags.features else group
+
+
+def _with_features(tables: list[Table], features: Mapping[str, Feature], is_replicated: bool) -> TableGroup:
     numbers = {table.name: number for number, table in enumerate(tables)}
     entries = [(numbers[f.table.name], name, f) for name, f in features.items() if f.table.name in numbers]
     entries.sort(key=lambda item: item[0])  # stable: features of one table keep their order

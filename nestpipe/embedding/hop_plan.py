@@ -18,12 +18,6 @@ from torch import Tensor
 
 from nestpipe.embedding.dedup import RequesterDedup
 from nestpipe.embedding.plan import (
-    Asked,
-    GroupReturns,
-    Marks,
-    Returns,
-    RowBytes,
-    Sends,
     allowed_late,
     entries_by_key,
     group_returns,
@@ -32,6 +26,7 @@ from nestpipe.embedding.plan import (
     laid_out_sends,
     row_of_each,
 )
+from nestpipe.embedding.plan_parts import Asked, GroupReturns, Marks, Returns, RowBytes, Sends
 from nestpipe.embedding.route import Hops, OwnerDedup, Route
 from nestpipe.embedding.travel import TravelList
 from nestpipe.kernels.rows.segments import Segments, make_segments

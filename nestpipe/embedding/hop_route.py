@@ -9,7 +9,7 @@ from nestpipe.distributed.hosts import Hop, Hosts
 from nestpipe.embedding.crossing import Crossing, exchange_marks, owned_marks
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.hop_keys import HopKeys, keys_between, keys_inside
-from nestpipe.embedding.plan import Marks
+from nestpipe.embedding.plan_parts import Marks
 from nestpipe.embedding.route import Hops, OwnerDedup, Route, agree, exchange_keys, meet
 
 

@@ -16,6 +16,7 @@ from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.memory import HostCall, Swap, update_records
 from nestpipe.embedding.optim import RowOptimizer
 from nestpipe.embedding.packed import PackedBatch
+from nestpipe.embedding.pooling import Occurrences, pool_into
 from nestpipe.embedding.recycler import recycled
 from nestpipe.embedding.travel import message_unit
 from nestpipe.kernels.rows.segments import Segments
@@ -98,9 +99,13 @@ class HostMemory:
     def new_flag(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
 
-    def sum_rows(self, values: Tensor, segments: Segments) -> Tensor:
+    def sum_rows(self, values: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
         total = self.empty_rows(segments.num_segments, values.shape[1], values.dtype)
         assert segments.offsets is not None
+        if weights is not None:
+            assert segments.order is not None
+            pool_into(total, Occurrences(segments.order, segments.offsets, weights), values)
+            return total
         row_ops.sum_rows(values, segments.order, segments.offsets, total, torch.get_num_threads())
         return total
 

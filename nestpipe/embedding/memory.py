@@ -132,8 +132,8 @@ class Memory(Protocol):
     def new_flag(self) -> Tensor:
         """Returns one int32 of value 0, which add_rows and check_rows can set."""
 
-    def sum_rows(self, values: Tensor, segments: Segments) -> Tensor:
-        """Returns the sum of each segment, added in order."""
+    def sum_rows(self, values: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
+        """Returns the sum of each segment, added in order. weights: factor of each entry; None if all are 1."""
 
     def update(
         self,

@@ -12,16 +12,16 @@ from torch import Tensor
 from nestpipe.data.batch import Batch, Jagged
 from nestpipe.embedding.batch_copy import CopiedBatch, shared_range
 from nestpipe.embedding.cluster import Clustering
-from nestpipe.embedding.dedup import (
+from nestpipe.embedding.dedup import checked_batch
+from nestpipe.embedding.group import FeatureGroups, TableGroup
+from nestpipe.embedding.key_lists import (
     SampleOrder,
-    checked_batch,
     contiguous_keys,
     feature_key_lists,
     feature_sample_lists,
     group_weights,
     outside_error,
 )
-from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.store.native import pack_ops
 
 NewBytes = Callable[[int], Tensor]

@@ -9,8 +9,8 @@ Requester and owner derive the same plan from the bits that say which micro-batc
 so that they can be mapped from keys to rows or slots.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,175 +18,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.embedding.dedup import RequesterDedup
-from nestpipe.embedding.group import TableGroup
+from nestpipe.embedding.owned_bags import OwnedBags
 from nestpipe.embedding.part_bits import with_early_part, with_late_part
+from nestpipe.embedding.plan_parts import (
+    Asked,
+    GroupReturns,
+    GroupSends,
+    KeySums,
+    Marks,
+    Returns,
+    RowBytes,
+    Sends,
+    Shares,
+)
 from nestpipe.embedding.replica import Replica, by_table
-from nestpipe.embedding.replica_sums import ReplicaSums, plan_replica_sums
+from nestpipe.embedding.replica_sums import plan_replica_sums
 from nestpipe.embedding.route import OwnerDedup, Route
-from nestpipe.embedding.travel import MessageSizes, TravelList, lay_out
-from nestpipe.kernels.rows.segments import Segments, make_segments
+from nestpipe.embedding.travel import TravelList, lay_out
+from nestpipe.kernels.rows.segments import make_segments
 from nestpipe.store import group_by_row
 from nestpipe.store.native import plan_ops
 
 WINDOWS = ("once", "resend")
-
-
-@dataclass(frozen=True)
-class GroupSends:
-    """The rows of one table group: what this rank receives as requester and sends as owner."""
-
-    group: TableGroup
-    rows_in: TravelList
-    """Requester: positions whose rows arrive; with one micro-batch, its rows."""
-    rows_out: TravelList
-    """Owner: indices of the owned keys whose rows are sent."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupSends":
-        return replace(self, rows_in=self.rows_in.map(function), rows_out=self.rows_out.map(function))
-
-
-@dataclass(frozen=True)
-class Sends:
-    """The rows of a batch, from owners to requesters."""
-
-    groups: list[GroupSends]
-    rows_in: MessageSizes
-    rows_out: MessageSizes
-    num_early: int
-    """1 if part 0 has early rows, so that micro-batch i is part i + 1; otherwise 0."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Sends":
-        return replace(self, groups=[group.map(function) for group in self.groups])
-
-
-@dataclass(frozen=True)
-class KeySums:
-    """The gradients of owned keys: which keys, and the entries that are added for each. With several sharding groups
-    they are those of this rank's own one."""
-
-    keys: Tensor | None
-    """Indices of the owned keys, ascending; None for all."""
-    entries: Segments
-    """Entries of each key, in order of requester."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "KeySums":
-        return KeySums(None if self.keys is None else function(self.keys), self.entries.map(function))
-
-
-@dataclass(frozen=True)
-class GroupReturns:
-    """The gradients of one table group: what this rank sends as requester and receives as owner."""
-
-    group: TableGroup
-    gradients_out: TravelList
-    """Requester: positions whose gradients are sent; with one micro-batch, its rows."""
-    gradients_in: TravelList
-    """Owner: entries whose gradients arrive."""
-    num_entries: int
-    sums: KeySums
-    """Keys that are updated at the end of the batch."""
-    late_sums: KeySums | None
-    """Keys that are updated during the next batch; None if the group has no late gradients."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "GroupReturns":
-        return replace(
-            self,
-            gradients_out=self.gradients_out.map(function),
-            gradients_in=self.gradients_in.map(function),
-            sums=self.sums.map(function),
-            late_sums=None if self.late_sums is None else self.late_sums.map(function),
-        )
-
-
-@dataclass(frozen=True)
-class Returns:
-    """The gradients of a batch, from requesters to owners. Late gradients are the part after the last micro-batch."""
-
-    groups: list[GroupReturns]
-    gradients_in: MessageSizes
-    gradients_out: MessageSizes
-    has_late: bool
-    replica_sums: ReplicaSums | None = None
-    """With several sharding groups: the sums of keys that are updated at the end of the batch."""
-    late_replica_sums: ReplicaSums | None = None
-    """Those of late gradients; None if nothing is late."""
-    inside: "Returns | None" = None
-    """Gradients on the way inside the host, if these travel between hosts; None if there is one hop."""
-    relay_sums: list[list[Segments]] | None = None
-    """[groups][parts] entries inside the host that are added for each gradient that travels between hosts."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Returns":
-        return replace(
-            self,
-            groups=[group.map(function) for group in self.groups],
-            replica_sums=self.replica_sums and self.replica_sums.map(function),
-            late_replica_sums=self.late_replica_sums and self.late_replica_sums.map(function),
-            inside=self.inside and self.inside.map(function),
-            relay_sums=self.relay_sums and [[part.map(function) for part in parts] for parts in self.relay_sums],
-        )
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The sums of gradients of replicated groups, from the owners of keys to all ranks, in one part."""
-
-    groups: dict[int, GroupSends]
-    """By number of the group. Indices of touched keys whose sums arrive, and of owned keys whose sums are sent."""
-    sums_in: MessageSizes
-    sums_out: MessageSizes
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Shares":
-        return replace(self, groups={g: group.map(function) for g, group in self.groups.items()})
-
-
-@dataclass
-class Plan:
-    """The plan of all groups of a batch."""
-
-    window: str
-    sends: Sends
-    returns: Returns | None
-    """None until the next batch is routed, if gradients may be late."""
-    shares: Shares | None = None
-    """None without replicated tables that are trained."""
-    inside: Sends | None = None
-    """Rows on the way inside the host, if `sends` are between hosts; None if there is one hop."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Plan":
-        returns = None if self.returns is None else self.returns.map(function)
-        shares = None if self.shares is None else self.shares.map(function)
-        inside = None if self.inside is None else self.inside.map(function)
-        return Plan(self.window, self.sends.map(function), returns, shares, inside)
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Keys of one group that are marked as early or late."""
-
-    positions: Tensor
-    """Requester: [positions] bool."""
-    owned: Tensor
-    """Owner: [owned keys] bool."""
-    inside: "Marks | None" = None
-    """The same keys on the way inside the host, if these are between hosts; None if there is one hop."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Keys of one group that this rank asks other ranks for, on one hop."""
-
-    group: TableGroup
-    uses: Tensor
-    """[n, bytes] bits of the micro-batches that use each key."""
-    counts: NDArray[np.int64]
-    """[ranks] keys that each rank is asked for."""
-    num_micro_batches: int
-    rows: Tensor | None
-    """Place of each key's row in the memory where rows arrive; None if they are in order of the keys."""
-
-
-RowBytes = Callable[[TableGroup], int]
-"""Size of a group's rows in messages."""
 
 
 def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early: list[Marks] | None = None) -> Sends:
@@ -199,6 +52,7 @@ def plan_sends(route: Route, window: str, rank: int, row_bytes: RowBytes, early:
         else _replica_sends(dedup, replica, mark, window, rank)
         for dedup, owner, replica, mark in lists
     ]
+    groups += _bag_sends(route, rank, num_early=int(early is not None))
     return laid_out_sends(groups, row_bytes, has_early=early is not None)
 
 
@@ -217,6 +71,7 @@ def plan_returns(route: Route, window: str, rank: int, row_bytes: RowBytes, late
     marks = late if late is not None else [None] * len(route.owner_dedups)
     trios = zip(route.batch.groups, route.owner_dedups, marks, strict=True)
     groups = [group_returns(asked_by(dedup), owner, mark, window, rank) for dedup, owner, mark in trios]
+    groups += _bag_returns(route, rank, [group.sums for group in groups], num_late=int(late is not None))
     returns = laid_out_returns(groups, row_bytes, has_late=late is not None)
     return _with_replica_sums(returns, route, marks, row_bytes)
 
@@ -263,6 +118,11 @@ def plan_shares(route: Route, rank: int) -> Shares | None:
     sums_out, lists_out = lay_out([group.rows_out for group in groups.values()], widths)
     trios = zip(groups.items(), lists_in, lists_out, strict=True)
     return Shares({g: replace(group, rows_in=into, rows_out=out) for (g, group), into, out in trios}, sums_in, sums_out)
+
+
+def owned_bags(route: Route) -> dict[int, OwnedBags]:
+    """Returns what this rank adds up as owner, by number of the group."""
+    return {g: owner.bags for g, owner in enumerate(route.owner_dedups) if owner.bags is not None}
 
 
 def requester_lists(dedup: RequesterDedup, window: str, rank: int) -> tuple[TravelList, TravelList]:
@@ -368,6 +228,29 @@ def row_of_each(dedup: RequesterDedup) -> Tensor | None:
 def _by_row(travel: TravelList, rows: Tensor | None) -> TravelList:
     """Turns positions into rows."""
     return travel if rows is None else travel.select(rows)
+
+
+def _bag_sends(route: Route, rank: int, num_early: int) -> list[GroupSends]:
+    """Partial sums travel with their micro-batch; none is early."""
+    pairs = zip(route.batch.bags, owned_bags(route).values(), strict=True)
+    lists = [(bags.group, bags.travel_list(rank), owned.travel_list(rank)) for bags, owned in pairs]
+    return [GroupSends(group, into.widened(num_early, 0), out.widened(num_early, 0)) for group, into, out in lists]
+
+
+def _bag_returns(route: Route, rank: int, row_sums: Sequence[KeySums], num_late: int) -> list[GroupReturns]:
+    """Gradients of partial sums travel with their micro-batch; none is late. row_sums: those of all groups."""
+    returns = []
+    for bags, (g, owned) in zip(route.batch.bags, owned_bags(route).items(), strict=True):
+        out, into = bags.travel_list(rank), owned.travel_list(rank)
+        if bags.group.frozen:
+            out = into = _nothing(len(bags.parts), len(bags.counts))
+        summed, places = row_sums[g].keys, owned.keys
+        if summed is not None:  # without late ones, which no bag has
+            places = torch.searchsorted(summed, owned.keys)
+        sums = KeySums(places, owned.gradients, owned.gradient_weights)
+        lists = out.widened(0, num_late), into.widened(0, num_late)
+        returns.append(GroupReturns(bags.group, *lists, owned.num_sums, sums, None))
+    return returns
 
 
 def _sums_of(is_in: Tensor, order: Tensor, offsets: Tensor) -> KeySums:

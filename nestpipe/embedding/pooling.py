@@ -68,6 +68,13 @@ def pool(
     return pooled
 
 
+def pool_into(out: Tensor, occurrences: Occurrences, rows: Tensor) -> None:
+    """Writes the sums of each sample's rows to out, [num_samples, dim]."""
+    native = np.array([occurrences.native(rows.shape[0], rows.shape[1], DTYPES.index(rows.dtype))], dtype=np.int64)
+    sources = np.array([rows.data_ptr()], dtype=np.int64)
+    call("pool", *_array(native), sources.ctypes.data, pointer(out), out.shape[1], torch.get_num_threads())
+
+
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Sequence[Occurrences], places: Sequence[RowsOf], *row_arrays: Tensor) -> Tensor:

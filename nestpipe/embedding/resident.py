@@ -19,6 +19,14 @@ from nestpipe.store.interface import RowStore
 from nestpipe.store.native.library import NativeOptimizer
 
 
+class RowSource(Protocol):
+    """Rows of one group of a batch, on a rank that is asked for them."""
+
+    def sent_from(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the array of rows that requesters get, and the place of each key in it, None if it is the key's
+        index. The rows do not change from the first one sent to the last gradient returned."""
+
+
 @dataclass(frozen=True)
 class StoredUpdate:
     """An update that waits for its batch to settle: it changes records where they are stored."""
@@ -50,8 +58,7 @@ class ResidentRows:
     """[keys, dim] rows that the model sees instead of those in `records`, for experiments with stale rows."""
 
     def sent_from(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the array of rows that requesters get, and the place of each key in it, None if it is the key's
-        index. The rows do not change from the first one sent to the last gradient returned."""
+        """See RowSource."""
         if self.shown is not None:
             return self.shown, None
         return self.records[:, : self.group.dim], self.slots

@@ -6,7 +6,7 @@ one; then owners learn the keys of the others (see union.py).
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nestpipe.distributed import Channel, Notice
+from nestpipe.embedding.bags import Bags
 from nestpipe.embedding.dedup import MOST_LOSSES, BatchDedup, RequesterDedup
 from nestpipe.embedding.group import FeatureGroups, TableGroup
 from nestpipe.embedding.hop_keys import HopKeys
+from nestpipe.embedding.owned_bags import OwnedBags, ReceivedBags, exchange_bags, own_bags
 from nestpipe.embedding.replica import KEY_BYTES, Replica, TouchedKeys, share_keys
 from nestpipe.embedding.union import UnionKeys, unite_keys
 from nestpipe.store.native import plan_ops
@@ -37,6 +39,8 @@ class OwnerDedup(TouchedKeys):
     union: UnionKeys | None = None
     """With several sharding groups: `keys` are those of all of them, in the order of the union. Entries are those of
     this rank's own group."""
+    bags: OwnedBags | None = None
+    """What this rank adds up for features that are pooled at the owner. Such a key has no entry of theirs."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,8 @@ def route_keys(
     if met is None:
         return None
     batch, agreed, counts = met
-    owner_dedups, key_bytes = exchange_keys(batch.groups, counts, channel, batch.num_micro_batches)
+    bags = dict(zip(features.bag_groups, batch.bags, strict=True))
+    owner_dedups, key_bytes = exchange_keys(batch.groups, counts, channel, batch.num_micro_batches, bags)
     if channel.mesh.num_replicas > 1:
         owner_dedups, union_bytes = _with_unions(owner_dedups, channel)
         key_bytes += union_bytes
@@ -275,10 +280,15 @@ class AskedKeys(Protocol):
 
 
 def exchange_keys(
-    groups: Sequence[AskedKeys], counts: list[Tensor], channel: Channel, num_micro_batches: int
+    groups: Sequence[AskedKeys],
+    counts: list[Tensor],
+    channel: Channel,
+    num_micro_batches: int,
+    bags: Mapping[int, Bags] | None = None,
 ) -> tuple[list[OwnerDedup], int]:
     """Returns the dedup of each group by the asked rank, and the bytes sent. A rank sends its own keys in no message.
-    counts: [ranks, tables] keys that ranks ask this one for, by group."""
+    counts: [ranks, tables] keys that ranks ask this one for, by group. bags: by number of the group; None if nothing is
+    pooled at the owner."""
     mask_bytes = (num_micro_batches + 7) // 8
     sent = _KeyLayout([_rank_sums(group.counts) for group in groups], mask_bytes, channel.rank)
     message = torch.empty(sent.num_bytes, dtype=torch.uint8)
@@ -287,12 +297,33 @@ def exchange_keys(
     arriving = _KeyLayout([_rank_sums(group) for group in counts], mask_bytes, channel.rank)
     received = torch.empty(arriving.num_bytes, dtype=torch.uint8)
     channel.all_to_all(message, sent.sizes.tolist(), received, arriving.sizes.tolist())
+    bags = bags or {}
+    received_bags, bag_bytes = exchange_bags(list(bags.values()), channel)
+    bags_of = dict(zip(bags, received_bags, strict=True))
     dedups = []
     for g, group in enumerate(groups):
         keys, uses = arriving.read(received, g, group, sent.own(g))
-        distinct, key_index, table_counts = plan_ops.owner_dedup(keys, counts[g])
-        dedups.append(OwnerDedup(group.group, distinct, _offsets(table_counts), key_index, uses, arriving.counts[g]))
-    return dedups, sent.num_bytes
+        entries = uses, arriving.counts[g]
+        dedups.append(_dedup_at_owner(group.group, keys, counts[g], *entries, bags_of.get(g)))
+    return dedups, sent.num_bytes + bag_bytes
+
+
+def _dedup_at_owner(
+    group: TableGroup,
+    keys: Tensor,
+    counts: Tensor,
+    uses: Tensor,
+    entry_counts: NDArray[np.int64],
+    bags: ReceivedBags | None,
+) -> OwnerDedup:
+    """Dedups the keys of requesters, [ranks, tables] counts of them, and those of bags, as if further ranks asked for
+    them."""
+    num_entries = len(keys)
+    if bags is not None:
+        keys, counts = torch.cat([keys, bags.keys]), torch.cat([counts, bags.counts])
+    distinct, index, table_counts = plan_ops.owner_dedup(keys, counts)
+    owned = None if bags is None else own_bags(bags, index[num_entries:], len(distinct))
+    return OwnerDedup(group, distinct, _offsets(table_counts), index[:num_entries], uses, entry_counts, bags=owned)
 
 
 def _with_unions(owner_dedups: list[OwnerDedup], channel: Channel) -> tuple[list[OwnerDedup], int]:

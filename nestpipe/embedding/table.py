@@ -9,7 +9,9 @@ from nestpipe.embedding.optim import SGD, RowOptimizer, check_row_optimizer
 from nestpipe.store import HostStore, Store, TableSpec
 from nestpipe.store.init import Distribution, Normal
 
+AUTO = "auto"
 PLACEMENTS = ("sharded", "replicated")
+POOLING_PLACES = ("requester", "owner")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Table:
     max_rows: int | None = None
     placement: str = "sharded"
     """"sharded" if each row is on one rank. "replicated" if every rank keeps all rows, which then never travel: for
-    small tables of which most batches use most keys. The result is the same, bit for bit."""
+    small tables of which most batches use most keys. The result is the same, bit for bit. "auto": a Trainer chooses,
+    from its first batch."""
 
     def __post_init__(self) -> None:
         self.spec(seed=0)
@@ -41,8 +44,9 @@ class Table:
 
     def _check_placement(self) -> None:
         where = f"table {self.name!r}: placement"
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"{where} is {self.placement!r}, must be one of {', '.join(map(repr, PLACEMENTS))}")
+        if self.placement not in (*PLACEMENTS, AUTO):
+            choices = ", ".join(map(repr, (*PLACEMENTS, AUTO)))
+            raise ValueError(f"{where} is {self.placement!r}, must be one of {choices}")
         if self.placement == "replicated" and not self.frozen and not self.optimizer.updates_in_parts:
             raise ValueError(
                 f'{where} "replicated" needs a row optimizer that treats each row alone; if '
@@ -84,10 +88,23 @@ class Pooled:
     mode: str = "sum"
     """"sum", or "mean": the sum divided by the sum of the weights (by the number of keys without them)."""
     padding_key: int | None = None
+    where: str = "requester"
+    """"requester" if rows travel and the rank that has the sample adds them up. "owner" if each owner adds up its rows
+    of a sample, and sends the sum: for many keys a sample. The result differs by rounding. "auto": a Trainer chooses,
+    from its first batch."""
 
     def __post_init__(self) -> None:
+        what = f"a pooled feature of table {self.table.name!r}"
         if self.mode not in ("sum", "mean"):
-            raise ValueError(f"a pooled feature of table {self.table.name!r} has mode {self.mode!r}: 'sum' or 'mean'")
+            raise ValueError(f"{what} has mode {self.mode!r}: 'sum' or 'mean'")
+        if self.where not in (*POOLING_PLACES, AUTO):
+            choices = ", ".join(map(repr, (*POOLING_PLACES, AUTO)))
+            raise ValueError(f"{what} has where = {self.where!r}, must be one of {choices}")
+        if self.where == "owner" and self.table.placement == "replicated":
+            raise ValueError(
+                f'{what} has where = "owner", but no row of a replicated table travels; leave out `where`, or set '
+                'placement = "sharded"'
+            )
 
 
 Feature = Sequence | Pooled

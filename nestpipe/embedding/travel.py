@@ -48,6 +48,11 @@ class TravelList:
         """Replaces each place by its entry in `numbers`."""
         return replace(self, places=numbers.index_select(0, self.places))
 
+    def widened(self, num_before: int, num_after: int) -> "TravelList":
+        """Adds empty parts before and after the others."""
+        bounds = [0] * (2 * num_before) + self.bounds + [self.bounds[-1]] * (2 * num_after)
+        return replace(self, bounds=bounds, counts=np.pad(self.counts, ((num_before, num_after), (0, 0))))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "TravelList":
         in_message = None if self.message_places is None else function(self.message_places)
         return replace(self, places=function(self.places), message_places=in_message)

@@ -8,7 +8,7 @@ from nestpipe.data.batch import Batch
 from nestpipe.embedding.dedup import BatchDedup
 from nestpipe.embedding.exchange import BatchExchange, RowGradients
 from nestpipe.embedding.packed import PackedBatch
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan_parts import Plan
 from nestpipe.embedding.resident import ResidentBatch, ResidentRows
 from nestpipe.embedding.route import Route
 from nestpipe.pipelining.row_update import RowUpdate

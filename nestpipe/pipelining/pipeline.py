@@ -29,7 +29,7 @@ from nestpipe.pipelining.executor import Action, Executor
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.replicas import compare_replicas
 from nestpipe.pipelining.schedule import CROSSING, LAST_STAGE, OVERLAPPING, WITHOUT_EXCHANGE
-from nestpipe.pipelining.setup import can_cross, check_hosts, make_budget, operations_of, pool_of
+from nestpipe.pipelining.setup import can_cross, check_combinable, make_budget, operations_of, pool_of
 from nestpipe.pipelining.stages import Stages
 from nestpipe.pipelining.stale import StaleStages
 from nestpipe.pipelining.step import Step
@@ -61,12 +61,12 @@ class Pipeline:
         """light_stages: measurements of an earlier pipeline. pool: resident rows of an earlier pipeline on the same
         store. options: the fields of PipelineOptions."""
         self.options = PipelineOptions(**options)
-        self.groups = group_features(features)
+        self.world = World.given_or_found(world)
+        self.groups = group_features(features, pools_at_owner=self.world.size > 1)
         self.tables = tables_of(features)
         seed, num_threads = self.options.seed, self.options.num_threads
         self.store = store if store is not None else make_store(self.tables, seed, num_threads)
         """Store that holds the rows; pass it to the next pipeline to continue with them."""
-        self.world = World.given_or_found(world)
         self.trace = trace or Trace(device=self.world.device, nvtx=self.options.nvtx)
         self.num_skipped = 0
         """Batches of weight 0, which do not count as steps."""
@@ -99,7 +99,7 @@ class Pipeline:
 
     def _make_stages(self, steps: int | None, light_stages: light.LightStages) -> None:
         world, options = self.world, self.options
-        check_hosts(world, options, self.groups)
+        check_combinable(world, options, self.groups)
         memory = memory_on(world.device, is_staged=world.rows.is_staged)
         exchange = make_exchange(world.route, world.rows, world.gradients, memory, options.codecs, world.hosts)
         schedule = options.schedule

@@ -8,7 +8,7 @@ from nestpipe.embedding.budget import DeviceBudget
 from nestpipe.embedding.crossing import Crossing
 from nestpipe.embedding.exchange import Exchange
 from nestpipe.embedding.memory import Memory
-from nestpipe.embedding.plan import Marks, Plan
+from nestpipe.embedding.plan_parts import Marks, Plan
 from nestpipe.embedding.replica import TouchedKeys
 from nestpipe.embedding.resident import Residence
 from nestpipe.embedding.route import Route

@@ -10,6 +10,7 @@ from nestpipe.embedding.exchange.local import are_read_in_place
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.row_pool import RowPool
+from nestpipe.embedding.table import AUTO
 from nestpipe.pipelining.options import PipelineOptions
 from nestpipe.pipelining.replicas import refuse_with_replicas
 from nestpipe.pipelining.schedule import OVERLAPPING, WINDOWED, Op, operations
@@ -28,6 +29,34 @@ def operations_of(
         has_issuer=world.issuer is not None,
         has_replicas=_has_replicas(world, options, features),
     )
+
+
+def check_combinable(world: World, options: PipelineOptions, features: FeatureGroups) -> None:
+    """Refuses places that nobody has chosen, and what does not combine with features that are pooled at the owner, or
+    with two hops."""
+    for name, feature in features.features.items() if world.size > 1 else ():
+        if AUTO in (feature.table.placement, getattr(feature, "where", None)):
+            raise ValueError(
+                f'feature {name!r}: only a Trainer chooses `where` and placement if they are "auto"; in a loop of your '
+                "own, set another value"
+            )
+    names = ", ".join(features.bag_places)
+    if names and options.device_budget_bytes is not None:
+        raise ValueError(
+            f"memory.device_budget_bytes does not count partial sums of features that are pooled at the owner ({names})"
+            '; leave it unset, or set where = "requester"'
+        )
+    if names and options.stale:
+        raise ValueError(
+            f"pipeline.stale does not combine with features that are pooled at the owner ({names}); set where = "
+            '"requester"'
+        )
+    way = "exchange.replicas" if world.mesh.num_replicas > 1 else "exchange.hosts" if world.hosts is not None else None
+    if names and way is not None:
+        raise ValueError(
+            f'{way} does not combine with features that are pooled at the owner ({names}); set where = "requester"'
+        )
+    _check_hosts(world, options, features)
 
 
 def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroups) -> bool:
@@ -50,7 +79,7 @@ def _has_replicas(world: World, options: PipelineOptions, features: FeatureGroup
     return replicas > 1 or (world.size > 1 and trains_replicated)
 
 
-def check_hosts(world: World, options: PipelineOptions, features: FeatureGroups) -> None:
+def _check_hosts(world: World, options: PipelineOptions, features: FeatureGroups) -> None:
     """Refuses options that do not combine with an exchange in two hops."""
     if world.hosts is None:
         return

@@ -36,7 +36,8 @@ class MicroBatch:
 
     @property
     def rows(self) -> list[Tensor]:
-        """Returns the distinct rows by table group; backward sets their gradients."""
+        """Returns the distinct rows by table group, then the partial sums of features that are pooled at the owner;
+        backward sets their gradients."""
         return [group.tensor for group in self.model_rows]
 
 
@@ -105,7 +106,7 @@ class Step:
     def _micro_batch(self, number: int, rows: list[ModelRows], is_last: bool) -> MicroBatch:
         world, batch = self._pipeline.world, self._batch
         seed_generators(world.device, self._pipeline.options.seed, self.number, world.rank, number)
-        embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows)
+        embeddings = Embeddings(self._pipeline.groups, batch.groups, number, rows, batch.bags)
         return MicroBatch(embeddings, batch.inputs[number], rows, batch.num_samples[number], is_last)
 
     def backward(self) -> AbstractContextManager[None]:

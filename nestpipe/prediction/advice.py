@@ -19,6 +19,8 @@ def advice(fields: Mapping[str, float], way: Way, num: int, num_ranks: int, has_
     """Returns a sentence on the number of micro-batches of a run. fields: those of its summary."""
     if num_ranks == 1:
         return "one rank exchanges nothing, so splitting a batch into micro-batches would only add work"
+    if fields["step_ms"] == 0:
+        return "no step was trained, so that another number of micro-batches cannot be predicted"
     exchange_ms = max(fields["exposed_exchange_ms"], fields["busy_exchange_ms"])
     if way.schedule not in WINDOWED:
         remedy = f'schedule = "{"nested" if way.schedule == "inter" else "intra"}" hides it'

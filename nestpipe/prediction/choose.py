@@ -55,6 +55,7 @@ def choose_num_micro_batches(trainer: Trainer, batches: Iterable[Batch]) -> Choi
         return Choice(
             1, f"schedule {options.schedule} exchanges nothing while it computes, so splitting hides nothing", {}
         )
+    trainer.choose_places(batches)
     first = _first_batches(trainer, batches)
     least = _least(trainer, len(first[0]) if first[0] is not None else 0)
     if least < 2:

@@ -238,7 +238,7 @@ class _Keys:
         self._options = PipelineOptions(**trainer.pipeline_options())
         self._crosses = crosses_batches(trainer)
         self._batches = batches
-        self._groups = group_features(trainer.features)
+        self._groups = group_features(trainer.features, pools_at_owner=world.size > 1)
         self._exchange = make_exchange(world.evaluate, world.evaluate, world.evaluate, HOST, self._options.codecs)
 
     def counted(self, numbers: Sequence[int]) -> tuple[dict[int, Traffic], float, float]:

@@ -14,7 +14,7 @@ from nestpipe.datasets.published import Published
 from nestpipe.distributed import World
 from nestpipe.embedding.cluster import Clustering
 from nestpipe.embedding.optim import RowOptimizer
-from nestpipe.embedding.table import Feature, Table
+from nestpipe.embedding.table import Feature, Pooled, Table
 from nestpipe.evaluation.evaluate import Metric
 from nestpipe.recipe.config import AUTO, Config, DenseOptimizerSection, TableSection
 from nestpipe.recipe.source import Source
@@ -160,7 +160,19 @@ def build_features(config: Config, source: Source) -> dict[str, Feature]:
         name: _table(config, section, row_optimizer(section.optimizer, section.lr))
         for name, section in table_sections(config, source).items()
     }
-    return source.features(tables)
+    features, sections = source.features(tables), table_sections(config, source)
+    return {name: _placed(feature, sections[feature.table.name].where) for name, feature in features.items()}
+
+
+def _placed(feature: Feature, where: str) -> Feature:
+    if isinstance(feature, Pooled):
+        return replace(feature, where=where)
+    if where != "requester":
+        raise ConfigError(
+            f"tables.{feature.table.name}.where is {where!r}, but a feature of the table is a sequence: its rows "
+            "reach the model one by one. Leave `where` out"
+        )
+    return feature
 
 
 def table_sections(config: Config, source: Source) -> dict[str, TableSection]:

@@ -12,7 +12,7 @@ from nestpipe.embedding.capacity import CHOICES as RESIDENT_CHOICES
 from nestpipe.embedding.cluster import CLUSTER_COSTS, CLUSTER_METHODS
 from nestpipe.embedding.exchange.rounding import ROUNDING
 from nestpipe.embedding.plan import WINDOWS
-from nestpipe.embedding.table import PLACEMENTS
+from nestpipe.embedding.table import PLACEMENTS, POOLING_PLACES
 from nestpipe.models.dlrm import INTERACTIONS
 from nestpipe.pipelining.schedule import SCHEDULES
 from nestpipe.recipe.key import Key, args_key, key
@@ -125,7 +125,17 @@ class TableSection:
         None, "largest number of rows on one rank; not set: 2^32 - 2", at_least=1, at_most=MOST_ROWS
     )
     frozen: bool = key(False, "do not update the rows")
-    placement: str = key("sharded", "each row on one rank, or all rows on every rank", choices=PLACEMENTS)
+    placement: str = key(
+        "sharded",
+        "each row on one rank, or all rows on every rank; auto: chosen from the first batch",
+        choices=(*PLACEMENTS, AUTO),
+    )
+    where: str = key(
+        "requester",
+        "rank that adds up the rows of a pooled feature: that of the sample, or their owners, which send sums; auto: "
+        "chosen from the first batch",
+        choices=(*POOLING_PLACES, AUTO),
+    )
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def run(
         "hosts": None if world.host_map is None else str(world.host_map),
         "num_micro_batches": trainer.options.num_micro_batches,
         "splitting": splitting(times.fields, trainer, choice),
+        "places": trainer.places,
         "steps": trainer.num_steps,
         "resumed_from_step": result.num_steps_before if folder is not None else 0,
         "final_loss": result.losses[-1] if result.losses else None,

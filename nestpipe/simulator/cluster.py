@@ -27,6 +27,9 @@ class BatchSection:
     replicated_keys: int = key(
         0, "distinct keys of replicated tables in the global batch, in addition; each worker uses all", at_least=0
     )
+    bags: int = key(0, "bags of features that are pooled at the owner: one for each sample and feature", at_least=0)
+    keys_per_bag: int = key(20, "keys of a bag", at_least=1)
+    bag_keys: int = key(0, "distinct keys of bags, in addition", at_least=0)
     owned_share: float = key(
         0.5, "distinct keys that a worker owns of the global batch, relative to `keys`: workers share keys", above=0
     )

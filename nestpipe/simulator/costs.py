@@ -11,6 +11,8 @@ from nestpipe.simulator.cluster import Cluster
 from nestpipe.simulator.network import Exchange, all_reduce, all_to_all
 
 KEY_BYTES = 8
+NUMBER_BYTES = 4
+"""Bytes of a number that tells owners which keys a partial sum adds up."""
 REPLY_BYTES = 2 / 8
 """Bytes of a key in an owner's reply: a bit for its row, and one for its gradient."""
 
@@ -78,7 +80,8 @@ def _upload(case: Case, op: Op) -> Work:
 
 def _route(case: Case, op: Op) -> Work:
     batch = case.cluster.batch  # keys of replicated tables go to their owners, and from there to all
-    exchange = _all_to_all(case, (batch.keys + 2 * batch.replicated_keys) * KEY_BYTES)
+    bag_bytes = batch.bag_keys * KEY_BYTES + (_partial_sums(case) + batch.bags * batch.keys_per_bag) * NUMBER_BYTES
+    exchange = _all_to_all(case, (batch.keys + 2 * batch.replicated_keys) * KEY_BYTES + bag_bytes)
     exchange += _to_replicas(case, _keys_of_a_group(case) * KEY_BYTES)
     if case.crosses_batches:
         exchange += _all_to_all(case, case.cluster.batch.keys * REPLY_BYTES)
@@ -103,15 +106,17 @@ def _send_rows(case: Case, op: Op) -> Work:
     parts = _parts(case, 0, case.cluster.batch.head_share)
     if case.crosses_batches:
         parts = _first_uses_left(case, parts, case.cluster.overlap.blocked)
-    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _row_bytes(case)))
+    sums = _partial_sums(case) / len(parts) * case.cluster.row_bytes
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _row_bytes(case) + sums))
 
 
 def _return_gradients(case: Case, op: Op) -> Work:
     parts = all_parts = _parts(case, -1, case.cluster.batch.tail_share)
     if case.crosses_batches:
         parts = _first_uses_left(case, parts, case.cluster.overlap.urgent)
-    replicated = float(all_parts[op.micro_batch]) * case.cluster.batch.replicated_keys * case.cluster.gradient_bytes
-    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _gradient_bytes(case) + replicated))
+    replicated = float(all_parts[op.micro_batch]) * case.cluster.batch.replicated_keys
+    others = (replicated + _partial_sums(case) / len(parts)) * case.cluster.gradient_bytes
+    return _collective(_all_to_all(case, float(parts[op.micro_batch]) * _gradient_bytes(case) + others))
 
 
 def _share_sums(case: Case, op: Op) -> Work:
@@ -214,6 +219,12 @@ def _gradient_bytes(case: Case) -> float:
     return case.cluster.batch.keys * case.cluster.gradient_bytes
 
 
+def _partial_sums(case: Case) -> float:
+    """Returns the partial sums of a batch: for each bag one of each owner that has some of its keys."""
+    batch, size = case.cluster.batch, case.group_size
+    return batch.bags * size * float(1 - (1 - 1 / size) ** batch.keys_per_bag)
+
+
 def _all_to_all(case: Case, num_bytes: float) -> Exchange:
     return all_to_all(
         case.cluster.network, case.group_size, num_bytes, case.way.exchange, case.cluster.batch.node_share
@@ -244,7 +255,8 @@ def _collective(exchange: Exchange, local_ms: float = 0.0) -> Work:
 def _host_ms(case: Case, store_gb_per_second: float) -> float:
     """Returns the time in which the busiest owner moves its records between the store and the device."""
     batch, host = case.cluster.batch, case.cluster.host
-    num_records = batch.keys * case.owned_share * case.by_workers("imbalance") * (1 - case.hit_rate)
+    num_keys = (batch.keys + batch.bag_keys) * case.owned_share
+    num_records = num_keys * case.by_workers("imbalance") * (1 - case.hit_rate)
     num_bytes = num_records * case.cluster.record_bytes
     return num_bytes / 1e6 * (1 / store_gb_per_second + 1 / host.pcie_gb_per_second)
 

@@ -29,6 +29,8 @@ from nestpipe.train.clip import clip_gradients
 from nestpipe.train.digest import digest
 from nestpipe.train.fit_result import Callback, FitResult
 from nestpipe.train.loss import loss_sums, weighted_mean
+from nestpipe.train.model import check_device, compiled_model
+from nestpipe.train.places import Places, choose_places, has_auto, with_places
 from nestpipe.train.reducer import DenseReducer
 from nestpipe.train.tables_io import export_embedding, import_rows
 
@@ -67,12 +69,12 @@ class Trainer:
         """
         self.options = PipelineOptions(**options)
         self.model = model
-        self.features = dict(features)
-        self.tables = tables_of(features)
+        self.features, self.tables = dict(features), tables_of(features)
+        self._given_features, self.places = self.features, Places()
         self.world = World.given_or_found(world)
-        _check_device(model, self.world.device)
+        check_device(model, self.world.device)
         self.autocast = autocast
-        self._forward = _compiled(model) if compiled else model
+        self._forward = compiled_model(model) if compiled else model
         self.optimizer, self.reducer = dense_optimizer(model.parameters()), DenseReducer(model, self.world)
         self.clip_norm = clip_norm
         """Largest joint norm of the global batch's dense gradients."""
@@ -132,6 +134,7 @@ class Trainer:
         self._check_same_start()
         result = result if result is not None else FitResult()
         source = self.source_of(batches)
+        self.choose_places(batches)
         if self.check_split:
             split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
@@ -179,6 +182,16 @@ class Trainer:
             source.advance_to(reader.num_pulled - len(pipeline.untrained))  # a failed batch is not retried
             source.give_back(pipeline.untrained)
         return result
+
+    def choose_places(self, batches: Iterable[Batch]) -> None:
+        """Chooses the places of features and tables that are "auto" (train/places.py), unless that was done. All ranks
+        call it; fit does."""
+        if has_auto(self.features) and self.world.size > 1:
+            self._set_places(choose_places(self.features, self.source_of(batches), self.world, self.options))
+
+    def _set_places(self, places: Places) -> None:
+        self.places, self.features = places, with_places(self._given_features, places)
+        self.tables = tables_of(self.features)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the options of a fit. A norm over rows needs every gradient before the update."""
@@ -303,6 +316,7 @@ class Trainer:
             self.is_partially_updated = True
             raise
         self.store, self.pool, self._source = loaded.store, None, None
+        self._set_places(Places(loaded.places))
         self.num_steps, self.num_skipped = loaded.num_steps, loaded.num_skipped
         self._loaded_data_state = loaded.data_state
         self.load_report, self.load_problems, self._damaged = loaded.report, loaded.problems, loaded.damaged
@@ -323,6 +337,7 @@ class Trainer:
             optimizer=self.optimizer,
             lr_schedule=self.lr_schedule,
             recipe=self.recipe,
+            places=self.places,
         )
 
     def export_embedding(self, table: str) -> tuple[Tensor, nn.Embedding]:
@@ -383,17 +398,3 @@ class Trainer:
     def precision(self) -> AbstractContextManager[object]:
         """Returns the context for a forward of the model."""
         return nullcontext() if self.autocast is None else autocast(self.world.device, self.autocast)
-
-
-def _compiled(model: nn.Module) -> Callable[..., Any]:
-    from nestpipe.embedding.traceable import compile_model  # imports the compiler, which takes seconds
-
-    return compile_model(model)
-
-
-def _check_device(model: nn.Module, device: torch.device) -> None:
-    if elsewhere := {str(p.device) for p in (*model.parameters(), *model.buffers()) if p.device != device}:
-        raise ValueError(
-            f"the model has parameters or buffers on {', '.join(sorted(elsewhere))}, the ranks train on {device}; call "
-            f"model.to({str(device)!r}) before the Trainer is made, or World(device=...)"
-        )

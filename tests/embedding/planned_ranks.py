@@ -17,7 +17,7 @@ from nestpipe.embedding.dedup import dedup_batch
 from nestpipe.embedding.exchange.distributed import DistributedExchange
 from nestpipe.embedding.group import group_features
 from nestpipe.embedding.host_memory import HostMemory
-from nestpipe.embedding.plan import KeySums, Plan, Returns
+from nestpipe.embedding.plan_parts import KeySums, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList, message_unit

@@ -70,7 +70,7 @@ def test_early_rows_and_late_gradients(data: st.DataObject, world: World, window
 @settings(max_examples=20, deadline=None)
 @given(world=worlds(), other=worlds(), window=st.sampled_from(WINDOWS))
 def test_rows_and_gradients_arrive_across_batches(world: World, other: World, window: str) -> None:
-    """The same with early rows and late gradients. Fails if _Requester.arriving takes new memory after the early rows,
+    """The same with early rows and late gradients. Fails if Requester.arriving takes new memory after the early rows,
     if _by_position returns the gradient of the last micro-batch alone, or if return_gradients keeps its first array."""
     batches = [other.batches[r % other.size] for r in range(world.size)]
     check_sums_of(world, window, World(batches, world.num_micro_batches))

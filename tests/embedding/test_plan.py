@@ -16,7 +16,8 @@ from torch import Tensor
 
 from nestpipe.embedding.batch_plan import make_plan
 from nestpipe.embedding.dedup import dedup_batch
-from nestpipe.embedding.plan import GroupReturns, plan_returns, plan_sends
+from nestpipe.embedding.plan import plan_returns, plan_sends
+from nestpipe.embedding.plan_parts import GroupReturns
 from nestpipe.embedding.replica import by_table
 from nestpipe.embedding.travel import TravelList, lay_out, message_unit
 from tests.embedding.planned_ranks import (
@@ -54,7 +55,7 @@ def test_rows_of_a_single_micro_batch(world: World, size: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(world=worlds(), window=st.sampled_from(WINDOWS))
 def test_rows_and_gradients_arrive(world: World, window: str) -> None:
-    """Sums are equal to the bit. Fails if _Requester.collect returns its sums in window "resend", or adds the first
+    """Sums are equal to the bit. Fails if Requester.collect returns its sums in window "resend", or adds the first
     gradient to uninitialised memory."""
     check_sums_of(world, window, None)
 

@@ -1,6 +1,6 @@
 """A requester's sum that is finite, but so large that the sum over all ranks might not be, stops the step on all ranks.
 
-Fails if sum_limit leaves out the number of ranks or the 2, if LocalBatch._collect or _Requester.collect does not check
+Fails if sum_limit leaves out the number of ranks or the 2, if LocalBatch._collect or Requester.collect does not check
 the only micro-batch, or if HostMemory.add_rows leaves out the limit.
 """
 

@@ -59,6 +59,8 @@ class Case:
     """dtype of the tables; the dense model is float64."""
     replicated: tuple[str, ...] = ()
     """Tables that every rank has."""
+    at_owner: tuple[str, ...] = ()
+    """Features that are pooled at the owner."""
 
 
 def features_of(case: Case) -> dict[str, Feature]:
@@ -66,13 +68,14 @@ def features_of(case: Case) -> dict[str, Feature]:
     places = {name: "replicated" if name in case.replicated else "sharded" for name in ("item", "tag")}
     item = Table("item", 5, init.Normal(0.3), make(), dtype=case.dtype, placement=places["item"])
     tag = Table("tag", 3, init.Uniform(-1, 1), make(), NUM_KEYS, dtype=case.dtype, placement=places["tag"])
-    if case.layout == "pooled_sum":
-        return {"items": Pooled(item, "sum"), "tags": Pooled(tag, "sum", padding_key=-7)}
-    if case.layout == "pooled_mean":
-        return {"items": Pooled(item, "mean"), "tags": Pooled(tag, "mean", padding_key=-7)}
+    where = {name: "owner" if name in case.at_owner else "requester" for name in ("items", "tags")}
+    if case.layout in ("pooled_sum", "pooled_mean"):
+        mode = case.layout.removeprefix("pooled_")
+        tags = Pooled(tag, mode, padding_key=-7, where=where["tags"])
+        return {"items": Pooled(item, mode, where=where["items"]), "tags": tags}
     if case.layout == "sequence":
         return {"items": Sequence(item), "tags": Sequence(tag, padding_key=-7)}
-    return {"items": Pooled(item, "sum"), "tags": Sequence(item, padding_key=-7)}
+    return {"items": Pooled(item, "sum", where=where["items"]), "tags": Sequence(item, padding_key=-7)}
 
 
 def global_batches(steps: int) -> list[Batch]:

@@ -1,6 +1,6 @@
 """E1: runs repeat to the bit; every schedule and both windows give the same bits, at 1 to 4 ranks, on hostile streams.
 
-Fails, for example, if _Requester.collect returns its sums in window "resend", if route_keys ends the run when the first
+Fails, for example, if Requester.collect returns its sums in window "resend", if route_keys ends the run when the first
 rank, instead of the last, is out of data, if sync_overlap leaves out the row state, if `leaving` omits slots, or if the
 host lane retrieves b + 1 before it writes b - 1 back.
 """

@@ -1,6 +1,6 @@
 """I15: the rows of a micro-batch have their own memory, which nothing else reads or writes.
 
-Fails if _Requester.gather uses `self._kept` itself as the rows of a micro-batch that uses all of them, or if
+Fails if Requester.gather uses `self._kept` itself as the rows of a micro-batch that uses all of them, or if
 LocalBatch._gather returns `resident.frozen_rows` if `places` is None.
 """
 

@@ -16,6 +16,7 @@ from nestpipe.embedding.optim import SGD
 from nestpipe.pipelining import NonFiniteError
 from nestpipe.train.fit_result import FitResult
 from nestpipe.train.trainer import Trainer
+from tests.exactness import test_e8_pooled_at_owner
 from tests.exactness.cases import OPTIMIZERS, Case, global_batches, make_trainer, on_ranks, share_of, train
 from tests.exactness.test_e1_bit_identical import STREAMS, digests, train_some
 from tests.exactness.test_e5_replicated import differing, runs_of
@@ -43,6 +44,12 @@ def test_hostile_streams(device: str, size: int, optimizer: str) -> None:
 
 def test_replicated_tables(device: str) -> None:
     for wrong in on_ranks(2, differing, runs_of(STREAMS[::3]), device=device):
+        assert wrong == []
+
+
+def test_features_that_are_pooled_at_the_owner(device: str) -> None:
+    runs = test_e8_pooled_at_owner.runs_of(STREAMS[::3])
+    for wrong in on_ranks(2, test_e8_pooled_at_owner.differing, runs, device=device):
         assert wrong == []
 
 

@@ -39,6 +39,11 @@ def test_sentences() -> None:
         assert text.endswith(f'nothing of 9.0 ms of exchange; pipeline.schedule = "{better}" hides it')
 
 
+def test_a_run_that_was_complete_has_no_step() -> None:
+    """Fails if advice divides by the time of a step."""
+    assert "no step was trained" in advice(dict.fromkeys(fields(20, 10, 3), 0.0), NESTED, 1, 2)
+
+
 def test_exchange_across_batches_leaves_less_to_split() -> None:
     """7 of 10 ms travel during other batches already."""
     text = advice(fields(20, 10, 3), CROSSING, 1, 4)

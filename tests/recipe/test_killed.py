@@ -44,6 +44,11 @@ def train(world: World, path: Path, schedule: str, recipe: Path | None = None) -
     return summary["digest"], summary["resumed_from_step"]
 
 
+def places(world: World, path: Path, recipe: Path) -> dict[str, dict[str, str]]:
+    """Returns the places of a complete run."""
+    return run(load_config(recipe, settings(path, "nested")).resolved(1, 1), world)["places"]
+
+
 def train_until_killed(
     world: World,
     path: Path,
@@ -179,6 +184,29 @@ def test_started_again_in_two_hops(schedule: str, tmp_path: Path) -> None:
     resumed = ranks.run_ranks(4, train, path, schedule, recipe, hosts=2)
     assert len(digests) == 1
     assert set(resumed) == {(*digests, step)}
+
+
+@pytest.mark.timeout(170)
+def test_started_again_with_chosen_places(tmp_path: Path) -> None:
+    """A run that is killed goes on with the places that it has chosen, or was given. Fails if Trainer.load forgets
+    them, and then chooses by another batch, or if a recipe's `where` does not reach the features."""
+    recipe, other, path = tmp_path / "recipe.toml", tmp_path / "other.toml", tmp_path / "out"
+    place = '[[tables]]\nname = "c10"\nwhere = "{}"\n[[tables]]\nname = "c21"\nplacement = "auto"\nwhere = "auto"\n'
+    recipe.write_text(place.format("owner"))
+    other.write_text(place.format("requester"))
+    assert start_and_wait(2, path, "nested", "a step", 5, 1, recipe)
+    step = newest(path)
+    assert step > 0
+    digests = {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "whole", "nested", recipe)}
+    with pytest.raises(ranks.RankFailedError, match=r"tables\.c10\.where was"):
+        ranks.run_ranks(2, train, path, "nested", other)
+    resumed = ranks.run_ranks(2, train, path, "nested", recipe)
+    assert {digest for digest, _ in resumed} == digests
+    assert {resumed_from for _, resumed_from in resumed} == {step}
+    assert digests != {digest for digest, _ in ranks.run_ranks(2, train, tmp_path / "other", "nested", other)}
+    chosen = [ranks.run_ranks(2, places, folder, recipe) for folder in (path, tmp_path / "whole")]
+    assert chosen[0] == chosen[1]
+    assert [choice.keys() for choice in chosen[0][0].values()] == [{"c21"}, {"c21"}]
 
 
 def everywhere() -> list[tuple[int, str, str, int]]:

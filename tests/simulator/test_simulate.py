@@ -237,6 +237,26 @@ def test_replicated_tables() -> None:
     assert added[0] - added[1] == pytest.approx(sent + shared.transfer_ms, rel=1e-3)
 
 
+def test_bags() -> None:
+    """Each owner of some of a bag's keys sends a sum, and gets its gradient; the first micro-batch has no more of them.
+    Fails if _send_rows or _return_gradients leaves them out, if _route leaves out their keys, or if all owners send a
+    sum of a bag with one key."""
+    few = changed(QUIET, "batch", keys=100_000, head_share=0.0, key_overlap=0.0)
+    plain, many = (costs_on(Case(c, 64, CROSSING, 4)) for c in (few, changed(few, "batch", bags=10_000)))
+    one = costs_on(Case(changed(few, "batch", bags=10_000, keys_per_bag=1), 64, CROSSING, 4))
+    early = plain(Op("send_early_rows", "rows", 1)).transfer_ms
+    assert many(Op("send_early_rows", "rows", 1)).transfer_ms == early
+    for stage in ("send_rows", "return_gradients"):
+        for i in range(4):
+            assert plain(Op(stage, "lane", 1, i)).transfer_ms == 0
+            expected = 10_000 * 64 * (1 - (63 / 64) ** 20) / 4 / 100_000
+            assert many(Op(stage, "lane", 1, i)).transfer_ms / early == pytest.approx(expected)
+            assert one(Op(stage, "lane", 1, i)).transfer_ms / early == pytest.approx(10_000 / 4 / 100_000)
+    with_keys = costs_on(Case(changed(few, "batch", bag_keys=100_000), 64, CROSSING, 4))
+    assert with_keys(Op("route", "route", 1)).transfer_ms > plain(Op("route", "route", 1)).transfer_ms
+    assert with_keys(Op("retrieve", "host", 1)).local_ms == pytest.approx(2 * plain(Op("retrieve", "host", 1)).local_ms)
+
+
 def test_head_and_tail_shares() -> None:
     cluster = changed(QUIET, "batch", head_share=0.1, tail_share=0.3)
     cost = costs_on(Case(cluster, 64, NESTED, 4))

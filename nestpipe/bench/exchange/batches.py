@@ -1,5 +1,5 @@
 """Batches of `bench exchange`: skewed keys of a large table, so that ranks share many of them, and keys of small hot
-tables, all of which every rank uses."""
+tables, all of which every rank uses; and bags of many keys."""
 
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,9 @@ class Size:
     num_hot_keys: int = 50_000
     """Keys of the table whose rows travel in one hop or in two: the ranks of a host share many of them."""
     num_hot_occurrences: int = 500_000
+    num_bag_features: int = 8
+    keys_of_a_bag: int = 20
+    keys_of_a_bag_table: int = 15_000
 
 
 QUICK = Size(
@@ -42,6 +45,7 @@ QUICK = Size(
     rows_of_a_small_table=60,
     num_hot_keys=500,
     num_hot_occurrences=1_000,
+    keys_of_a_bag_table=1_000,
 )
 
 
@@ -72,14 +76,35 @@ def small_tables(size: Size, placement: str) -> dict[str, Feature]:
 
 def make_small_batches(size: Size, rank: int) -> list[Batch]:
     """Makes a rank's batches of the small tables: keys are uniform, so that a batch has nearly all of them."""
-    return [_small_batch(size, np.random.default_rng([SEED, number, rank])) for number in range(size.num_batches)]
+    names = list(small_tables(size, "sharded"))
+    return _uniform_batches(size, rank, names, size.small_keys_a_sample, size.rows_of_a_small_table)
 
 
-def _small_batch(size: Size, random: np.random.Generator) -> Batch:
-    per_sample, number = size.small_keys_a_sample, size.batch_size
+def bag_features(size: Size, where: str) -> dict[str, Feature]:
+    """Returns pooled features with many keys a sample, each with a table of its own."""
+    tables = [Table(f"bag{number}", size.dim, optimizer=Adagrad(0.01)) for number in range(size.num_bag_features)]
+    return {table.name: Pooled(table, where=where) for table in tables}
+
+
+def make_bag_batches(size: Size, rank: int) -> list[Batch]:
+    """Makes a rank's batches of bags: keys are uniform, so that most of a batch's keys are distinct."""
+    names = list(bag_features(size, "requester"))
+    return _uniform_batches(size, rank, names, size.keys_of_a_bag, size.keys_of_a_bag_table)
+
+
+def distinct_share(batches: list[Batch]) -> float:
+    """Returns the share of keys that are distinct in a batch and feature, the least of all."""
+    lists = [jagged.values for batch in batches for jagged in batch.keys.values()]
+    return min(len(values.unique()) / len(values) for values in lists)
+
+
+def _uniform_batches(size: Size, rank: int, names: list[str], per_sample: int, num_keys: int) -> list[Batch]:
+    randoms = [np.random.default_rng([SEED, number, rank]) for number in range(size.num_batches)]
+    return [_uniform_batch(size.batch_size, random, names, per_sample, num_keys) for random in randoms]
+
+
+def _uniform_batch(number: int, random: np.random.Generator, names: list[str], per_sample: int, num_keys: int) -> Batch:
     offsets = torch.arange(0, number * per_sample + 1, per_sample)
-    keys = {
-        name: Jagged(torch.from_numpy(random.integers(0, size.rows_of_a_small_table, number * per_sample)), offsets)
-        for name in small_tables(size, "sharded")
-    }
+    values = {name: torch.from_numpy(random.integers(0, num_keys, number * per_sample)) for name in names}
+    keys = {name: Jagged(drawn, offsets) for name, drawn in values.items()}
     return Batch(keys, {"label": torch.zeros(number), "share": torch.full((number,), 1 / number, dtype=torch.float64)})

@@ -3,7 +3,7 @@
 import torch
 
 from nestpipe.bench.network.loop import Loop
-from nestpipe.embedding.plan import Plan
+from nestpipe.embedding.plan_parts import Plan
 from nestpipe.embedding.travel import MessageSizes
 
 RANKS_PER_HOST = 2

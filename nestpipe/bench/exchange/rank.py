@@ -14,6 +14,9 @@ import torch
 from nestpipe.bench.exchange.batches import (
     QUICK,
     Size,
+    bag_features,
+    distinct_share,
+    make_bag_batches,
     make_batches,
     make_hot_batches,
     make_small_batches,
@@ -66,6 +69,7 @@ class Bench:
         yield from self._placements()
         yield from self._groups()
         yield from self._hops()
+        yield from self._poolings()
 
     def _forms(self) -> Iterator[Record]:
         """Yields a record for each form of rows and gradients in messages."""
@@ -141,6 +145,26 @@ class Bench:
                 "union_share": share,
                 "link_bytes_vs_flat": statistics.median(m[LINK_BYTES] / p[LINK_BYTES] for m, p in pairs),
                 **spread("speed_vs_flat", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
+            }
+
+    def _poolings(self) -> Iterator[Record]:
+        """Yields a record for each place where bags are pooled. All bytes to other ranks count, keys included."""
+        size = self._size
+        variants: dict[str, Variant] = {where: (bag_features(size, where), {}) for where in ("requester", "owner")}
+        batches = make_bag_batches(size, self._world.rank)
+        rounds = self._measured(variants, batches)
+        for where, mine in rounds.items():
+            pairs = list(zip(mine, rounds["requester"], strict=True))
+            bytes_of = [tuple(sum(values[field] for field in EXCHANGED) for values in pair) for pair in pairs]
+            yield {
+                **self._record("poolings", mine),
+                "features": size.num_bag_features,
+                "keys_of_a_bag": size.keys_of_a_bag,
+                "keys_per_rank": size.num_bag_features * size.batch_size * size.keys_of_a_bag,
+                "distinct_share": distinct_share(batches),
+                "pooled_at": where,
+                "link_bytes_vs_rows": statistics.median(m / p for m, p in bytes_of),
+                **spread("speed_vs_rows", [p["step_ms"] / m["step_ms"] for m, p in pairs]),
             }
 
     def _measured(self, variants: Mapping[str, Variant], batches: list[Batch]) -> Mapping[str, Sequence[Values]]:

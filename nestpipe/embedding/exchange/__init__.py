@@ -22,7 +22,7 @@ from nestpipe.embedding.exchange.codec import EXACT, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.plan import Marks, Plan, Returns
+from nestpipe.embedding.plan_parts import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route
 

@@ -21,23 +21,16 @@ from nestpipe.embedding.exchange import RowGradients
 from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.exchange.outgoing import Outgoing
 from nestpipe.embedding.exchange.over_replicas import sum_over_replicas
+from nestpipe.embedding.exchange.partial_sums import SumOwner
 from nestpipe.embedding.exchange.requester import Requester, make_requesters
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.plan import (
-    KeySums,
-    Marks,
-    Plan,
-    Returns,
-    Sends,
-    Shares,
-    plan_returns,
-    plan_sends,
-    plan_shares,
-)
+from nestpipe.embedding.owned_bags import OwnedBags
+from nestpipe.embedding.plan import owned_bags, plan_returns, plan_sends, plan_shares
+from nestpipe.embedding.plan_parts import GroupReturns, KeySums, Marks, Plan, Returns, Sends, Shares
 from nestpipe.embedding.replica_sums import ReplicaSums
-from nestpipe.embedding.resident import ResidentRows
+from nestpipe.embedding.resident import ResidentRows, RowSource
 from nestpipe.embedding.route import Route, agree, route_keys
 from nestpipe.embedding.travel import MessageSizes, TravelList
 
@@ -73,7 +66,7 @@ class DistributedExchange:
             return make_plan(route, window, rank, row_bytes, self._codecs.gradients.row_bytes)
         sends = plan_sends(route, window, rank, row_bytes, early)
         returns = self.plan_returns(route, window, None) if has_returns else None
-        return Plan(window, sends, returns, plan_shares(route, rank))
+        return Plan(window, sends, returns, plan_shares(route, rank), bags=owned_bags(route))
 
     def plan_returns(self, route: Route, window: str, late: list[Marks] | None) -> Returns | None:
         return plan_returns(route, window, self._route.rank, self._codecs.gradients.row_bytes, late)
@@ -90,13 +83,6 @@ class DistributedExchange:
         return DistributedBatch(requesters, plan, resident, *channels, self._memory, self._codecs)
 
 
-class RowSource(Protocol):
-    """One group of a batch on a rank that is asked for rows."""
-
-    def sent_from(self) -> tuple[Tensor, Tensor | None]:
-        """See ResidentRows.sent_from."""
-
-
 class HopPlan(Protocol):
     """The plan of one hop: Plan, or its part inside a host."""
 
@@ -108,6 +94,8 @@ class HopPlan(Protocol):
     def returns(self) -> Returns | None: ...
     @property
     def shares(self) -> Shares | None: ...
+    @property
+    def bags(self) -> Mapping[int, OwnedBags]: ...
 
 
 class DistributedBatch:
@@ -133,11 +121,15 @@ class DistributedBatch:
         self._memory = memory
         self._codecs = codecs
         self._num_micro_batches = len(plan.sends.rows_in.num_bytes) - plan.sends.num_early
+        self._num_groups = len(plan.sends.groups) - len(plan.bags)
         self._requesters = requesters
         self._writes_ahead = writes_ahead
         self._entries: dict[int, Tensor] = {}
         """Owner: gradient of each entry, by group."""
-        self._sources = sources or []
+        self._owners = self._sum_owners(sources) if sources else []
+        self._sources = [*(sources or []), *self._owners]
+        """Owner: rows, then partial sums, that are sent, by group of the plan; empty if its rows could not be made
+        resident."""
         self._outgoing: dict[int, Outgoing] = {}
         """Rows that were written ahead, by part."""
         self._collected: list[Tensor | None] = []
@@ -147,10 +139,17 @@ class DistributedBatch:
         self._totals: dict[int, RowGradients] = {}
         """Sums over all sharding groups, if there are several, by group."""
         self._late_totals: dict[int, RowGradients] = {}
+        self._with_bags: dict[int, RowGradients] = {}
+        """Sums of groups with bags, by group."""
+
+    def _sum_owners(self, sources: Sequence[RowSource]) -> list[SumOwner]:
+        groups = [lists.group for lists in self._plan.sends.groups[self._num_groups :]]
+        bags = zip(self._plan.bags.items(), groups, strict=True)
+        return [SumOwner(owned, group, sources[g], self._memory) for (g, owned), group in bags]
 
     @cached_property
     def _sent(self) -> list[TravelList]:
-        """Owner: places of the rows that are sent, by group."""
+        """Owner: places of what is sent, by group of the plan."""
         pairs = zip(self._plan.sends.groups, self._sources, strict=False)
         return [_places_of(lists.rows_out, source) for lists, source in pairs]
 
@@ -191,7 +190,10 @@ class DistributedBatch:
                 codec.read(self._memory, received, in_message, target, places)
 
     def _write_rows(self, part: int) -> Outgoing:
-        """Writes the rows that this owner sends to other ranks."""
+        """Writes the rows and partial sums that this owner sends to other ranks."""
+        micro_batch = part - self._plan.sends.num_early
+        for owner in self._owners if micro_batch >= 0 else ():
+            owner.fill(micro_batch)
         message = self._memory.empty_message(self._plan.sends.rows_out.num_bytes[part])
         for source, sent in zip(self._sources, self._sent, strict=True):
             rows, _ = source.sent_from()
@@ -209,6 +211,11 @@ class DistributedBatch:
         assert self._plan.returns is not None
         return self._plan.returns
 
+    @property
+    def _row_returns(self) -> list[GroupReturns]:
+        """Returns the gradients of rows, by table group."""
+        return self._returns.groups[: self._num_groups]
+
     def return_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
         use_here(*gradients, self.exceeds)
         self._collected = []
@@ -217,6 +224,24 @@ class DistributedBatch:
             is_frozen = lists.group.frozen
             self._collected.append(None if is_frozen else requester.collect(micro_batch, gradient, self.exceeds))
         self._return(micro_batch)
+        if micro_batch == self._num_micro_batches - 1:
+            self._sum_bags()
+
+    def _sum_bags(self) -> None:
+        """Adds up the gradients of keys in bags: those of rows, then those of partial sums. A key may be in many bags,
+        so no requester can tell whether the sum is finite; the owner does, before the step is committed."""
+        for number, g in enumerate(self._plan.bags, start=self._num_groups):
+            group, keys, bags = (
+                self._returns.groups[g].group,
+                self._returns.groups[g].sums,
+                self._returns.groups[number].sums,
+            )
+            if group.frozen:
+                continue
+            total = self._memory.sum_rows(self.entries_of(g), keys.entries)
+            added = self._memory.sum_rows(self.entries_of(number), bags.entries, bags.weights)
+            self._memory.add_rows(total, bags.keys, added, None, torch.finfo(group.dtype).max, self.exceeds)
+            self._with_bags[g] = RowGradients(total, keys.keys)
 
     @property
     def has_late_gradients(self) -> bool:
@@ -324,17 +349,18 @@ class DistributedBatch:
                 PLAIN.read(self._memory, received, in_message, targets[g], places)
 
     def sum_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.sums for lists in self._returns.groups], self._totals | self._shared)
+        known = self._totals | self._shared | self._with_bags
+        return self._sums([lists.sums for lists in self._row_returns], known)
 
     def sum_late_gradients(self) -> list[RowGradients | None]:
-        return self._sums([lists.late_sums for lists in self._returns.groups], self._late_totals)
+        return self._sums([lists.late_sums for lists in self._row_returns], self._late_totals)
 
     def _sums(self, sums: Sequence[KeySums | None], known: Mapping[int, RowGradients]) -> list[RowGradients | None]:
         """Returns the sums, by group. known: those that were made when ranks exchanged them."""
         use_here(*self._entries.values())
         use_here(*(tensor for total in known.values() for tensor in (total.values, total.everywhere)))
         gradients: list[RowGradients | None] = []
-        for g, (lists, keys) in enumerate(zip(self._returns.groups, sums, strict=True)):
+        for g, (lists, keys) in enumerate(zip(self._row_returns, sums, strict=True)):
             if lists.group.frozen or keys is None:
                 gradients.append(None)
             elif g in known:

@@ -17,7 +17,7 @@ from nestpipe.embedding.exchange.codec import EXACT, PLAIN, Codecs
 from nestpipe.embedding.group import FeatureGroups
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.plan import Marks, Plan, Returns
+from nestpipe.embedding.plan_parts import Marks, Plan, Returns
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, route_alone
 from nestpipe.kernels.rows.pooling import StoredRows

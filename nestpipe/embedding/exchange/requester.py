@@ -1,16 +1,19 @@
 """The requester's side of an exchange: the rows of a batch that arrive, and the sums of gradients that leave."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from nestpipe.embedding.dedup import BatchDedup, RequesterDedup
 from nestpipe.embedding.exchange.codec import Codecs
+from nestpipe.embedding.exchange.partial_sums import SumRequester
+from nestpipe.embedding.group import TableGroup
 from nestpipe.embedding.memory import Memory
 
 
 class Requester(Protocol):
-    """One group of a batch on a rank that asks others for rows."""
+    """One group of a batch on a rank that asks others for rows, or for partial sums."""
 
     def arriving(self, micro_batch: int) -> Tensor:
         """Returns the memory for the arriving rows of a micro-batch."""
@@ -27,10 +30,17 @@ class Requester(Protocol):
 
 def make_requesters(
     batch: BatchDedup, window: str, memory: Memory, codecs: Codecs, world_size: int, num_added: int = 1
-) -> list["_Requester"]:
-    """Returns the requester of each group. num_added: gradients of a row that are added up before they are encoded."""
-    limits = [codecs.sum_limit(dedup.group.dtype, world_size, num_added) for dedup in batch.groups]
-    return [_Requester(dedup, window, memory, limit) for dedup, limit in zip(batch.groups, limits, strict=True)]
+) -> Sequence[Requester]:
+    """Returns the requester of each group of the plan: those of rows, then those of partial sums. num_added: gradients
+    of a row that are added up before they are encoded."""
+
+    def limit(group: TableGroup) -> float:
+        return codecs.sum_limit(group.dtype, world_size, num_added)
+
+    return [
+        *(_Requester(dedup, window, memory, limit(dedup.group)) for dedup in batch.groups),
+        *(SumRequester(bags, memory, limit(bags.group)) for bags in batch.bags),
+    ]
 
 
 class _Requester:

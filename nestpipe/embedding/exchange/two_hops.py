@@ -4,7 +4,7 @@ Each hop is an exchange like that among all ranks. A relay stands in both: betwe
 host it is the owner of the rows that it has received, and of the gradients that it will send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,8 @@ from nestpipe.embedding.hop_plan import WINDOW, plan_hop_returns, plan_hop_sends
 from nestpipe.embedding.hop_route import compare_by_hosts, route_by_hosts
 from nestpipe.embedding.memory import Memory
 from nestpipe.embedding.model_rows import ModelRows
-from nestpipe.embedding.plan import Marks, Plan, Returns, Sends
+from nestpipe.embedding.owned_bags import OwnedBags
+from nestpipe.embedding.plan_parts import Marks, Plan, Returns, Sends
 from nestpipe.embedding.resident import ResidentRows
 from nestpipe.embedding.route import Route, agree
 
@@ -145,6 +146,7 @@ class _PlanInside:
 
     window = WINDOW
     shares = None
+    bags: Mapping[int, OwnedBags] = {}
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

@@ -27,7 +27,7 @@ def records_of(part: str, folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
     """Bytes are right even in a quick run. Fails if row_dtype or gradient_dtype is ignored, if owners send no sums, or
-    if a Loop does not hand `replicas` or `hosts` to its World."""
+    if a Loop does not hand `replicas` or `hosts` to its World, or if `where` of a pooled feature is ignored."""
     records = records_of("link", tmp_path)
     forms = [record for record in records if record["part"] == "forms"]
     expected = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": (4 + 64) / (4 * 64)}
@@ -46,6 +46,9 @@ def test_link(tmp_path: Path) -> None:
     flat, hops = (next(r for r in records if r.get("hops") == number) for number in (1, 2))
     assert flat["link_bytes_vs_flat"] == 1
     assert hops["union_share"] - 0.1 < hops["link_bytes_vs_flat"] < hops["union_share"] + 0.1
+    poolings = {record["pooled_at"]: record for record in records if record["part"] == "poolings"}
+    assert poolings["requester"]["link_bytes_vs_rows"] == 1
+    assert poolings["owner"]["link_bytes_vs_rows"] <= 0.5
 
 
 @pytest.mark.slow
