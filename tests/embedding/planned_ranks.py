@@ -312,7 +312,7 @@ def exchanged(
     for i in range(world.num_micro_batches):
         batch.send_rows(i)
         gradients: list[torch.Tensor | None] = []
-        for g, rows in enumerate(batch.rows(i)):
+        for g, rows in enumerate(group.tensor for group in batch.rows(i)):
             group = route.batch.groups[g]
             keys = [rank.positions(g)[p] for p in group.row_positions[group.rows_of(i)].tolist()]
             assert rows.tolist() == [row_of(key, group.group.dim) for key in keys]

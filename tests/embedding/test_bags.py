@@ -128,7 +128,7 @@ def train(batch: DistributedBatch, route: Route, part: int, seen: Seen, begin: d
         begin[name] += len(value)
         if gradients:
             value.backward(torch.stack(gradients), retain_graph=True)
-    batch.return_gradients(part, [group.grad for group in rows])
+    batch.return_gradients(part, [group.take_gradient() for group in rows])
 
 
 class Loops:

@@ -62,14 +62,16 @@ def test_side_by_side_has_the_bits_of_each_feature_alone(names: str) -> None:
         together, alone = (embedded(features, batch, i, values) for _ in range(2))
         for embeddings in (together, alone):
             for rows in embeddings._rows:
-                rows.requires_grad_()
+                rows.variable.requires_grad_()
         wide = together.side_by_side(names)
         parts = torch.cat([alone[name] for name in names], dim=1)
         assert torch.equal(wide, parts)
         gradient = torch.randn(wide.shape, generator=generator)
         wide.backward(gradient)
         parts.backward(gradient)
-        assert all(torch.equal(x.grad, y.grad) for x, y in zip(together._rows, alone._rows, strict=True))
+        assert all(
+            torch.equal(x.take_gradient(), y.take_gradient()) for x, y in zip(together._rows, alone._rows, strict=True)
+        )
 
 
 def test_every_feature_has_the_rows_of_its_own_table() -> None:

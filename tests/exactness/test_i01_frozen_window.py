@@ -46,9 +46,9 @@ def hashes(world: World, schedule: str, window: str) -> list[tuple[list[str], st
             state, inside = self.state(op.batch), seen.setdefault(op.batch, [])
             if state.resident is None:  # beyond the last batch
                 return
-            inside.append(hash_of(state, self._store))
+            inside.append(hash_of(state, self.store))
             exchange(self, op)
-            inside.append(hash_of(state, self._store))
+            inside.append(hash_of(state, self.store))
 
         return observe
 
