@@ -143,9 +143,9 @@ def _rank(rank: int, folder: Path, kind: str, told) -> None:
     if kind == "asks before its world exists" and rank == 1:
         from_environment = World.from_environment
 
-        def asked(*arguments) -> World:
+        def asked(*arguments, **names) -> World:
             os.kill(os.getpid(), signal.SIGTERM)
-            return from_environment(*arguments)
+            return from_environment(*arguments, **names)
 
         World.from_environment = staticmethod(asked)
     config = load_config(None, ["runtime.device=cpu"])
