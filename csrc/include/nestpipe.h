@@ -668,10 +668,12 @@ NESTPIPE_API nestpipe_status nestpipe_exchange_lists(const uint8_t* uses, int64_
                                                      int64_t* offsets, int64_t* counts);
 
 /* The lists of a batch with one part, of both ways: requests of this rank, and entries, which are the keys that each
- * rank asks this one for. In all of them other ranks come first, ascending, then own_rank. counts        [num_ranks,
- * num_tables] requests, which are ordered by (rank, table) key_index     [num_entries] of the entries, which are
- * ordered by rank: a number below num_keys entry_counts  [num_ranks] entries of each rank rows_in       [num_requests]
- * place of each request when they are ordered by (table, rank) rows_out      [num_entries] key_index of each entry
+ * rank asks this one for. In all of them other ranks come first, ascending, then own_rank.
+ *   counts        [num_ranks, num_tables] requests, which are ordered by (rank, table)
+ *   key_index     [num_entries] of the entries, which are ordered by rank: a number below num_keys
+ *   entry_counts  [num_ranks] entries of each rank
+ *   rows_in       [num_requests] place of each request when they are ordered by (table, rank)
+ *   rows_out      [num_entries] key_index of each entry
  *   entries       [num_entries] numbers of the entries
  *   order         [num_entries] numbers of the entries of each key, ascending
  *   offsets       [num_keys + 1] key k has entries offsets[k] .. offsets[k + 1] - 1 of `order` */

@@ -50,7 +50,7 @@ def _on_this_rank(
             section.stall_seconds,
             section.shared_memory,
             replicas=config.exchange.replicas if trains else 1,
-            hosts=config.exchange.hosts,
+            hosts=config.exchange.hosts if trains else None,
         )
     except ValueError as error:
         raise failed(error, 2) from None

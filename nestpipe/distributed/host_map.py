@@ -24,17 +24,17 @@ class HostMap:
 
     @property
     def by_place(self) -> list[int]:
-        """Returns the ranks in order of (place in their host, host)."""
-        return [rank for ranks in zip(*self.hosts, strict=True) for rank in ranks]
+        """Returns the ranks in order of (place in their host, rank)."""
+        return [rank for ranks in zip(*self.hosts, strict=True) for rank in sorted(ranks)]
 
     def inside(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of a rank's host."""
         return next(ranks for ranks in self.hosts if rank in ranks)
 
     def between(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks at a rank's place in all hosts."""
+        """Returns the ranks at a rank's place in all hosts, ascending, as a process group numbers them."""
         place = self.inside(rank).index(rank)
-        return tuple(ranks[place] for ranks in self.hosts)
+        return tuple(sorted(ranks[place] for ranks in self.hosts))
 
     def __str__(self) -> str:
         return " | ".join(_listed(ranks) for ranks in self.hosts)

@@ -124,6 +124,8 @@ class Link:
     def end(self) -> None:
         """Ends the monitor. After a failure, also ends the threads that wait for lost ranks."""
         _open_links.discard(self)
+        if self._aborting is not None:
+            self._aborting.join(ABORT_SECONDS)
         is_idle = self.watch.stop(END_SECONDS) and wait_for_lanes(0.0)
         if not is_idle or self.watch.failure is not None:
             self._sockets.shut_down()

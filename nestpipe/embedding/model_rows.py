@@ -17,7 +17,7 @@ class ModelRows:
     def __init__(self, variable: Tensor, stored: StoredRows | None = None) -> None:
         """variable: [m, dim], gets the gradients. stored: where the rows are; None if they are in the variable."""
         self.variable = variable
-        self.stored = stored
+        self._stored = stored
         self._is_over = False
 
     @staticmethod
@@ -28,14 +28,19 @@ class ModelRows:
         return ModelRows(variable, StoredRows(array, stored.places))
 
     @property
+    def stored(self) -> StoredRows | None:
+        """Returns where the rows are; None if they are in the variable. Raises once they may have changed."""
+        if self._stored is not None and self._is_over:
+            raise RuntimeError("the rows of a micro-batch were asked for after its backward; read them before")
+        return self._stored
+
+    @property
     def tensor(self) -> Tensor:
         """Returns the variable, with the rows in it."""
-        if self.stored is not None:
-            if self._is_over:
-                raise RuntimeError("the rows of a micro-batch were asked for after its backward; read them before")
-            self.variable.data = copy = self.stored.copied()
+        if (stored := self.stored) is not None:
+            self.variable.data = copy = stored.copied()
             embedding_memory.add(copy)
-            self.stored = None
+            self._stored = None
         return self.variable
 
     def take_gradient(self) -> Tensor | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nestpipe.data.batch import Batch
+from nestpipe.data.dataset import BatchSource
 from nestpipe.pipelining.schedule import WINDOWED
 from nestpipe.prediction.measure import measure
 from nestpipe.prediction.split_costs import SplitCosts, play_split, predict_step_ms
@@ -55,8 +56,9 @@ def choose_num_micro_batches(trainer: Trainer, batches: Iterable[Batch]) -> Choi
         return Choice(
             1, f"schedule {options.schedule} exchanges nothing while it computes, so splitting hides nothing", {}
         )
-    trainer.choose_places(batches)
-    first = _first_batches(trainer, batches)
+    source = trainer.source_of(batches)
+    trainer.choose_places(source)
+    first = _first_batches(source)
     least = _least(trainer, len(first[0]) if first[0] is not None else 0)
     if least < 2:
         return Choice(1, "a rank has fewer than 2 samples in its first batch, or cannot read it", {})
@@ -86,10 +88,9 @@ def choice_by(costs: SplitCosts, candidates: Sequence[int]) -> Choice:
     return Choice(chosen, f"{why}. {short}" if short else why, steps)
 
 
-def _first_batches(trainer: Trainer, batches: Iterable[Batch]) -> list[Batch | None]:
+def _first_batches(source: BatchSource) -> list[Batch | None]:
     """Returns the first two batches of this rank, the first one twice if there is no second; None for what cannot be
     read. Gives them back to their source, where an error is raised in its turn."""
-    source = trainer.source_of(batches)
     pulled: list[Batch | Exception] = []
     try:
         for batch in islice(source, 2):

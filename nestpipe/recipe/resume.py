@@ -29,6 +29,7 @@ _FREE_KEYS = (
     "tables.placement",
     "exchange.replicas",
     "exchange.check_replicas",
+    "exchange.hosts",
     "data.num_workers",
 )
 """Sections and keys that may differ when a run resumes: its length, what is watched and saved, who reads, where rows

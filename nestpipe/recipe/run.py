@@ -52,6 +52,11 @@ def run(
             f"exchange.replicas = {config.exchange.replicas}, but the world was made with replicas = "
             f"{world.mesh.num_replicas}; give both the same"
         )
+    if world.size > 1 and world.hosts_setting != config.exchange.hosts:
+        raise ConfigError(
+            f"exchange.hosts is {config.exchange.hosts!r}, but the world was made with hosts={world.hosts_setting!r}; "
+            "give both the same"
+        )
     this_run = start(config, world)
     validation = _validation(config, this_run)
     trainer = this_run.trainer
@@ -157,11 +162,6 @@ def evaluate_saved(config: Config, world: World, checkpoint: Path) -> Summary:
 
 def start(config: Config, world: World) -> Run:
     assert config.runtime.dense_threads is not None
-    if world.size > 1 and world.hosts_setting != config.exchange.hosts:
-        raise ConfigError(
-            f"exchange.hosts is {config.exchange.hosts!r}, but the world was made with hosts={world.hosts_setting!r}; "
-            "give both the same"
-        )
     torch.set_num_threads(config.runtime.dense_threads)
     torch.use_deterministic_algorithms(config.train.deterministic)
     # Every allocated tensor is written before it is read; filling it first would cost a launch for each on a device.

@@ -67,7 +67,9 @@ def with_places(features: Mapping[str, Feature], places: Places) -> dict[str, Fe
     for name, feature in features.items():
         made[name] = replace(feature, table=tables[feature.table.name])
         if _is_auto(feature) and name in wheres:
-            made[name] = replace(feature, table=tables[feature.table.name], where=wheres[name])
+            table = tables[feature.table.name]
+            where = "requester" if table.placement == "replicated" else wheres[name]  # as chosen by an earlier run
+            made[name] = replace(feature, table=table, where=where)
     return made
 
 
@@ -131,21 +133,30 @@ def _choose_pooling(
     features: Mapping[str, Feature], batch: Batch | None, world: World, options: PipelineOptions
 ) -> dict[str, _Choice]:
     auto = {name: feature for name, feature in features.items() if _is_auto(feature)}
-    can_pool = options.device_budget_bytes is None and not options.stale
+    objection = _objection_to_owners(world, options)
     numbers = torch.zeros(len(auto), 2, dtype=torch.int64)
     for i, (name, feature) in enumerate(auto.items()):
-        if can_pool and feature.table.placement != "replicated":
+        if not objection and feature.table.placement != "replicated":
             numbers[i] = _pooling_bytes(name, feature, batch, world, options)
     world.control.all_reduce_sum(numbers)
     choices = {}
     for (name, feature), (rows, sums) in zip(auto.items(), numbers.tolist(), strict=True):
         if feature.table.placement == "replicated":
             choices[name] = _Choice("requester", "its table is replicated")
-        elif not can_pool:
-            choices[name] = _Choice("requester", "memory.device_budget_bytes and pipeline.stale do not combine with it")
+        elif objection:
+            choices[name] = _Choice("requester", objection)
         else:
             choices[name] = _compared("owner", sums, rows) if sums < rows else _compared("requester", rows, sums)
     return choices
+
+
+def _objection_to_owners(world: World, options: PipelineOptions) -> str:
+    """Returns why no feature can be pooled at the owner; "" if features can."""
+    if options.device_budget_bytes is not None or options.stale:
+        return "memory.device_budget_bytes and pipeline.stale do not combine with pooling at the owner"
+    if world.hosts is not None or world.mesh.num_replicas > 1:
+        return "exchange.hosts and exchange.replicas do not combine with pooling at the owner"
+    return ""
 
 
 def _pooling_bytes(name: str, feature: Pooled, batch: Batch | None, world: World, options: PipelineOptions) -> Tensor:
@@ -179,7 +190,7 @@ def _choose_tables(
     choices = {}
     for table in tables_of(features):
         if table.placement == AUTO:
-            objection = _objection(table, features, options)
+            objection = _objection(table, features, world, options)
             if objection:
                 choices[table.name] = _Choice("sharded", objection)
             else:
@@ -187,8 +198,10 @@ def _choose_tables(
     return choices
 
 
-def _objection(table: Table, features: Mapping[str, Feature], options: PipelineOptions) -> str:
+def _objection(table: Table, features: Mapping[str, Feature], world: World, options: PipelineOptions) -> str:
     """Returns why a table cannot be replicated; "" if it can be."""
+    if world.hosts is not None:
+        return "exchange.hosts does not combine with replicated tables"
     if options.device_budget_bytes is not None or options.stale:
         return "memory.device_budget_bytes and pipeline.stale do not combine with replicated tables"
     if any(isinstance(f, Pooled) and f.where == "owner" and f.table is table for f in features.values()):
@@ -212,16 +225,17 @@ def _choose_table(
 ) -> _Choice:
     assert table.num_keys is not None
     keys = _keys_of(table, features, batch)
-    _, owned = group_by_owner(table.name, keys, world.size)
+    num_shards = world.mesh.num_shards
+    _, owned = group_by_owner(table.name, keys, num_shards)
     numbers = torch.zeros(table.num_keys + 1, dtype=torch.int64)
-    numbers[0] = len(keys) - owned[world.rank]
+    numbers[0] = len(keys) - owned[world.mesh.shard]
     numbers[1 + keys] = 1
     world.control.all_reduce_sum(numbers)
     num_asked, num_used = int(numbers[0]), int((numbers[1:] > 0).sum())
     group = _group_of(table)
     one, sum_bytes = _RowBytes.of(group, options), 0 if table.frozen else group.row_bytes
     sharded = num_asked * one.total
-    replicated = num_asked * (one.key + one.gradient) + num_used * (world.size - 1) * (KEY_BYTES + sum_bytes)
+    replicated = num_asked * (one.key + one.gradient) + num_used * (num_shards - 1) * (KEY_BYTES + sum_bytes)
     if num_asked > 0 and replicated <= MOST_GROWTH * sharded:
         return _compared("replicated", replicated, sharded)
     return _compared("sharded", sharded, replicated)

@@ -133,8 +133,7 @@ class Trainer:
         self._check_usable()
         self._check_same_start()
         result = result if result is not None else FitResult()
-        source = self.source_of(batches)
-        self.choose_places(batches)
+        self.choose_places(source := self.source_of(batches))
         if self.check_split:
             split = self.options.num_micro_batches, self.options.clustering
             check = SplitCheck(self.model, self.features, self.store, *split, warns=self.world.rank == 0)
@@ -183,15 +182,15 @@ class Trainer:
             source.give_back(pipeline.untrained)
         return result
 
-    def choose_places(self, batches: Iterable[Batch]) -> None:
-        """Chooses the places of features and tables that are "auto" (train/places.py), unless that was done. All ranks
-        call it; fit does."""
+    def choose_places(self, source: BatchSource) -> None:
+        """Chooses the places of features and tables that are "auto" (train/places.py). All ranks call it; fit does."""
         if has_auto(self.features) and self.world.size > 1:
-            self._set_places(choose_places(self.features, self.source_of(batches), self.world, self.options))
+            chosen = choose_places(self.features, source, self.world, self.options).items()
+            places = {kind: {**self.places.get(kind, {}), **names} for kind, names in chosen}
+            self._set_places(places, with_places(self._given_features, places))
 
-    def _set_places(self, places: Places) -> None:
-        self.places, self.features = places, with_places(self._given_features, places)
-        self.tables = tables_of(self.features)
+    def _set_places(self, places: Places, features: dict[str, Feature]) -> None:
+        self.places, self.features, self.tables = places, features, tables_of(features)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the options of a fit. A norm over rows needs every gradient before the update."""
@@ -315,8 +314,9 @@ class Trainer:
         except LeftHalfwayError:
             self.is_partially_updated = True
             raise
+        features = with_places(self._given_features, loaded.places)
         self.store, self.pool, self._source = loaded.store, None, None
-        self._set_places(Places(loaded.places))
+        self._set_places(loaded.places, features)
         self.num_steps, self.num_skipped = loaded.num_steps, loaded.num_skipped
         self._loaded_data_state = loaded.data_state
         self.load_report, self.load_problems, self._damaged = loaded.report, loaded.problems, loaded.damaged

@@ -33,6 +33,13 @@ def test_maps(setting: HostSetting, identities: str, expected: str) -> None:
     assert hosts.has_two_hops == (len(sizes) > 1 and sizes[0] > 1)
 
 
+def test_groups_between_hosts_are_ascending() -> None:
+    """As process groups number their ranks. Fails if `between` takes the order of hosts."""
+    hosts = agreed(AUTO, "abba")
+    assert hosts.by_place == [0, 1, 2, 3]
+    assert [hosts.between(rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
 def test_places() -> None:
     hosts = agreed(AUTO, "abab")
     assert hosts.by_place == [0, 1, 2, 3]

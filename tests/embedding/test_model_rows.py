@@ -36,5 +36,6 @@ def test_rows_are_not_read_after_their_backward() -> None:
     """The update may have changed them. Fails if take_gradient does not end the rows."""
     rows = ModelRows.read_at(StoredRows(torch.ones(4, 3), None), 2)
     rows.take_gradient()
-    with pytest.raises(RuntimeError, match="asked for after its backward; read them before"):
-        _ = rows.tensor
+    for read in ("tensor", "stored"):
+        with pytest.raises(RuntimeError, match="asked for after its backward; read them before"):
+            getattr(rows, read)

@@ -112,7 +112,7 @@ class SmallModel(nn.Module):
         parts = []
         for value in embeddings.values():
             if not isinstance(value, Tensor):  # a sequence: position-weighted sum, so that order matters
-                positions = torch.arange(1, 5, dtype=torch.float64, device=value.rows.device)
+                positions = torch.arange(1, 5, dtype=torch.float64, device=value.offsets.device)
                 value = (value.padded(4) * positions[:, None]).sum(1)
             parts.append(value)
         return self.dense(parts, inputs["label"])

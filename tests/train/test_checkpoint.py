@@ -118,7 +118,7 @@ def truncate(path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), "is not a complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text("[1, 2]"), "is not the manifest of a checkpoint"),
         (lambda path: (path / "manifest.json").write_text('{"format"'), "JSONDecodeError"),
-        (lambda path: edit_manifest(path, world_size=2), "rank00001.json cannot be read: No such file"),
+        (lambda path: edit_manifest(path, world_size=2, num_shards=2), "rank00001.json cannot be read: No such file"),
         (lambda path: edit_manifest(path, format=99), "format is 99 in the checkpoint"),
         (lambda path: edit_manifest(path, tables={}), "tables are [] in the checkpoint, ['item'] here"),
         (lambda path: shutil.move(path, path.with_name("other")), "there is no folder"),

@@ -24,6 +24,7 @@ from nestpipe.prediction import choose, measure
 from nestpipe.prediction.split_costs import SplitCosts
 from nestpipe.train.places import _pooling_bytes, choose_places
 from tests.exactness.cases import Momentum, on_ranks
+from tests.ranks import run_ranks
 
 
 class Squares(torch.nn.Module):
@@ -126,8 +127,28 @@ def test_options_that_do_not_combine_are_not_chosen() -> None:
             assert set(choice["placement"].values()) == {"sharded"}
 
 
+def test_worlds_that_do_not_combine_choose_nothing() -> None:
+    """Fails if _objection_to_owners or _objection does not look at the world."""
+    for choice in run_ranks(4, choice_with, {}, hosts=2):
+        assert set(choice["where"].values()) == {"requester"}
+        assert set(choice["placement"].values()) == {"sharded"}
+    for choice in run_ranks(2, choice_with, {}, replicas=2):
+        assert set(choice["where"].values()) == {"requester"}
+
+
+def steps_on_a_list(world: World, where: str) -> tuple[int, list[float]]:
+    trainer = trainer_of(world, features_of("sharded", where))
+    result = trainer.fit([batch_of(world.rank, seed) for seed in range(3)])
+    return trainer.num_steps, result.losses
+
+
+def test_choosing_takes_no_batch_of_a_list() -> None:
+    """Fails if fit gives choose_places another source than its own."""
+    assert {num_steps for num_steps, _ in on_ranks(2, steps_on_a_list, "auto")} == {3}
+
+
 def choice_with(world: World, options: dict[str, object]) -> dict:
-    return choice_of(world, [batch_of(0), batch_of(1)], "auto", **options)
+    return choice_of(world, [batch_of(rank) for rank in range(world.size)], "auto", **options)
 
 
 def bytes_of(world: World, feature: str, where: str) -> list[int]:
