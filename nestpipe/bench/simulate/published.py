@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nestpipe.bench.harness.report import Record
 from nestpipe.bench.paper.published import COUNTERPARTS, NO_COUNTERPART, SERIAL, System
 from nestpipe.prediction.result import Result, sum_up
-from nestpipe.prediction.ways import CROSSING, way_named
+from nestpipe.prediction.ways import CROSSING, in_groups, way_named
 from nestpipe.prediction.work import Way
 from nestpipe.simulator.cluster import (
     BatchSection,
@@ -161,7 +161,7 @@ def _predicted(cluster: Cluster, system: System, way: Way) -> Record:
 
 
 def _additions(cluster: Cluster) -> Iterator[Record]:
-    """Yields what our additions would bring, one on top of the other."""
+    """Yields what our additions would bring, one on top of the other; and sharding groups with the paper's method."""
     once = replace(cluster, batch=replace(cluster.batch, head_share=HEAD_SHARE, tail_share=HEAD_SHARE))
     resident = replace(once, pool=PoolSection(HIT_RATE))
     cases = {
@@ -169,6 +169,8 @@ def _additions(cluster: Cluster) -> Iterator[Record]:
         "send-once": (once, way_named("nested")),
         "resident-rows": (resident, way_named("nested")),
         "cross-batch": (resident, CROSSING),
+        "groups": (resident, in_groups(CROSSING, NUM_GROUPS)),
+        "method-in-groups": (cluster, in_groups(way_named("nested"), NUM_GROUPS)),
     }
     for name, (changed, way) in cases.items():
         few, many = (result_of(changed, num, way) for num in (FEW, MANY))
