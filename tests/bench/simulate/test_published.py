@@ -57,9 +57,12 @@ def test_no_lane_of_the_lookup_is_longer_than_the_published_step() -> None:
 
 
 def test_additions_help() -> None:
-    steps = [float(r["predicted_step_ms"]) for r in published_records() if r["table"] == "additions"]
-    assert len(steps) >= 3
-    assert steps == sorted(steps, reverse=True)
+    """Sharding groups do not on this cluster, where no two workers share keys."""
+    steps = {r["addition"]: float(r["predicted_step_ms"]) for r in published_records() if r["table"] == "additions"}
+    alone = [step for name, step in steps.items() if "groups" not in name]
+    assert len(alone) >= 3
+    assert alone == sorted(alone, reverse=True)
+    assert steps["groups"] > steps["cross-batch"]
 
 
 def test_runs_on_record_are_predicted() -> None:
