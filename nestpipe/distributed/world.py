@@ -83,7 +83,7 @@ class World:
         self.rank = rank
         self.size = size
         self.mesh = Mesh(rank, size, replicas)
-        """Which ranks have which rows."""
+        """Groups of ranks: those that have all rows together, and those that have the same rows."""
         self.device = full_device(device)
         """Device of the model and of the rows in training."""
         self.streams = Streams(self.device)

@@ -108,7 +108,8 @@ class FeatureGroups:
     bag_groups: tuple[int, ...]
     """Groups with features that are pooled at the owner."""
     bag_places: Mapping[str, tuple[int, int]]
-    """Of each such feature: the index of its group in bag_groups, and its own in `TableGroup.bags`."""
+    """For each feature that is pooled at the owner: the number of its group in bag_groups, and its own number among the
+    features of that group's `TableGroup.bags`."""
 
     @property
     def num_tables(self) -> int:

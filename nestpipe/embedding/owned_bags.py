@@ -33,7 +33,7 @@ class ReceivedBags:
     """[requesters, tables] int32 keys."""
     lengths: Tensor
     numbers: Tensor
-    """Which of its requester's keys each occurrence is."""
+    """For each occurrence, the number of its key among the keys that its requester has sent."""
     weights: Tensor | None
     """None if no requester has weights."""
     sum_counts: Counts

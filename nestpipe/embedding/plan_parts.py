@@ -33,7 +33,7 @@ class Sends:
     """The rows of a batch, from owners to requesters."""
 
     groups: list[GroupSends]
-    """Of rows, by table group; then of partial sums, by group with features that are pooled at the owner."""
+    """First one for each table group: its rows. Then one for each of FeatureGroups.bag_groups: its partial sums."""
     rows_in: MessageSizes
     rows_out: MessageSizes
     num_early: int

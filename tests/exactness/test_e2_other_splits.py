@@ -24,15 +24,20 @@ def train_splits(world: World, case: Case, splits: list[tuple[int, str]]) -> lis
 
 def check(size: int, case: Case, splits: list[tuple[int, str]], timeout: float = 50) -> None:
     for results in on_ranks(size, train_splits, case, splits, timeout=timeout):
-        digest, losses, dense, rows = results[0]
-        for other in results[1:]:
-            assert other[1] == pytest.approx(losses, rel=1e-10)
-            for name, expected in dense.items():
-                assert_close(other[2][name], expected)
-            for name, (keys, expected) in rows.items():
-                assert other[3][name][0].tolist() == keys.tolist()
-                assert_close(other[3][name][1], expected)
-        assert any(other[0] != digest for other in results[1:])
+        assert_all_close(results)
+        assert any(digest != results[0][0] for digest, *_ in results[1:])
+
+
+def assert_all_close(results: list) -> None:
+    """Compares the losses, dense parameters and rows of several trainings."""
+    _, losses, dense, rows = results[0]
+    for _, other_losses, other_dense, other_rows in results[1:]:
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        for name, expected in dense.items():
+            assert_close(other_dense[name], expected)
+        for name, (keys, expected) in rows.items():
+            assert other_rows[name][0].tolist() == keys.tolist()
+            assert_close(other_rows[name][1], expected)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
